@@ -1,0 +1,494 @@
+"""Streams that are worker threads: order, failure, priority, and an end without leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tieredkv.device
+from tieredkv.device import CpuDevice, Device, Event, SimulatedAccelerator
+from tieredkv.errors import ClosedError
+
+MAKERS: dict[str, Callable[[], Device]] = {
+    "cpu": CpuDevice,
+    "simulated": lambda: SimulatedAccelerator(max_delay_seconds=1e-4),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    with MAKERS[request.param]() as device:
+        yield device
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Works that wait for it hold a stream until it is set; it is set at the end in any case."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def nothing() -> None:
+    pass
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tieredkv-")]
+
+
+def no_workers() -> bool:
+    deadline = time.monotonic() + 5
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not workers()
+
+
+def test_one_stream_keeps_the_order(device: Device) -> None:
+    seen: list[int] = []
+    for number in range(200):
+        device.up.submit(lambda number=number: seen.append(number))
+    device.synchronize()
+    assert seen == list(range(200))
+
+
+def test_after_holds_back_over_streams(device: Device, gate: threading.Event) -> None:
+    seen: list[str] = []
+
+    def read_file() -> None:
+        gate.wait()
+        seen.append("disk")
+
+    first = device.disk.submit(read_file)
+    second = device.up.submit(lambda: seen.append("up"), after=[first])
+    third = device.down.submit(lambda: seen.append("down"), after=[second])
+    time.sleep(0.01)
+    assert seen == [] and not second.done() and device.up.pending == 1
+    gate.set()
+    third.wait()
+    assert seen == ["disk", "up", "down"]
+    assert first.done() and second.done() and device.up.pending == 0
+
+
+def test_one_direction_does_not_block_another(device: Device, gate: threading.Event) -> None:
+    device.down.submit(gate.wait)
+    device.up.submit(nothing).wait()
+    device.disk.submit(nothing).wait()
+    assert device.down.pending == 1
+
+
+def test_computing_waits_for_after(device: Device) -> None:
+    seen: list[str] = []
+    event = device.up.submit(lambda: (time.sleep(0.01), seen.append("up")))
+    assert device.run(lambda: (seen.append("compute"), 7)[1], after=[event]) == 7
+    assert seen == ["up", "compute"]
+
+
+def test_a_higher_priority_goes_first(device: Device, gate: threading.Event) -> None:
+    seen: list[str] = []
+    device.up.submit(gate.wait, priority=9)
+    for name, priority in [("a", 0), ("b", 0), ("c", 5), ("d", 5), ("e", 1)]:
+        device.up.submit(lambda name=name: seen.append(name), priority=priority)
+    gate.set()
+    device.synchronize()
+    assert seen == ["c", "d", "e", "a", "b"]
+
+
+def test_a_held_back_operation_does_not_hold_back_other_priorities(device: Device, gate: threading.Event) -> None:
+    late = device.disk.submit(gate.wait)
+    urgent = device.up.submit(nothing, after=[late], priority=5)
+    device.up.submit(nothing).wait()
+    assert not urgent.done()
+
+
+def test_priority_does_not_deadlock_on_its_own_stream(device: Device, gate: threading.Event) -> None:
+    device.up.submit(gate.wait, priority=9)
+    low = device.up.submit(nothing, priority=0)
+    there_and_back = device.down.submit(nothing, after=[low])
+    high = device.up.submit(nothing, after=[there_and_back], priority=5)
+    gate.set()
+    high.wait()
+    assert low.done()
+
+
+def test_an_exception_reaches_everyone_who_waits_every_time(device: Device) -> None:
+    def fail() -> None:
+        raise KeyError("gone")
+
+    ran: list[str] = []
+    first = device.disk.submit(fail)
+    second = device.up.submit(lambda: ran.append("second"), after=[first])
+    depths = []
+    for event in (first, second, first, second):
+        with pytest.raises(KeyError, match="gone") as caught:
+            event.wait()
+        assert caught.value is first.error
+        depths.append(len(caught.traceback))
+    assert depths[:2] == depths[2:], "the traceback grows with each wait"
+    with pytest.raises(KeyError):
+        device.run(lambda: ran.append("compute"), after=[second])
+    assert ran == [] and first.done() and second.done()
+    device.disk.submit(nothing).wait()
+
+
+def test_an_exit_inside_a_work_does_not_end_the_thread(device: Device) -> None:
+    with pytest.raises(SystemExit):
+        device.up.submit(lambda: sys.exit(3)).wait()
+    device.up.submit(nothing).wait()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_done_operation_holds_no_tensor(device: Device, fails: bool) -> None:
+    def submit() -> tuple[Event, weakref.ref[torch.Tensor]]:
+        tensor = torch.ones(4)
+
+        def work() -> None:
+            copy = tensor.clone()
+            if fails:
+                try:
+                    raise OSError("inner")
+                except OSError as error:
+                    raise ValueError(copy.shape) from error
+
+        return device.up.submit(work, garbage=[tensor]), weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        event, tensor = submit()
+        with contextlib.suppress(ValueError):
+            event.wait()
+        assert (event.error is not None) is fails
+        assert tensor() is None
+    finally:
+        gc.enable()
+
+
+def test_seconds_are_those_of_the_work() -> None:
+    with CpuDevice() as device:
+        device.up.submit(lambda: time.sleep(0.02))
+        event = device.up.submit(lambda: time.sleep(0.01))
+        event.wait()
+        assert 0.01 <= event.seconds < 0.5
+        failed = device.up.submit(lambda: 1 / 0)
+        never = device.up.submit(nothing, after=[failed])
+        device.synchronize()
+        assert never.seconds == 0.0
+
+
+def test_threads_start_at_the_first_operation(device: Device) -> None:
+    device.run(nothing, after=[device.record()])
+    device.synchronize()
+    assert workers() == []
+    device.up.submit(nothing).wait()
+    assert [thread.name for thread in workers()] == ["tieredkv-up"]
+    assert all(thread.daemon for thread in workers())
+
+
+def test_close_finishes_what_runs_and_cancels_what_waits(device: Device, gate: threading.Event) -> None:
+    started = threading.Event()
+    running = device.up.submit(lambda: (started.set(), gate.wait()))
+    ready = device.up.submit(nothing)
+    held_back = device.down.submit(nothing, after=[running])
+    started.wait()
+    threading.Timer(0.02, gate.set).start()
+    device.close()
+    assert workers() == []
+    running.wait()
+    with pytest.raises(ClosedError, match="queued"):
+        ready.wait()
+    # Its predecessor is done, and whether its own thread saw that before the end is open.
+    assert held_back.done()
+    assert device.up.pending == device.down.pending == 0
+    with pytest.raises(ClosedError, match="closed stream"):
+        device.up.submit(nothing)
+    device.close()
+
+
+def test_a_work_may_close_its_device(device: Device) -> None:
+    device.up.submit(device.close).wait()
+    assert no_workers()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_closing_ends_a_work_that_waits_for_another(maker: str, gate: threading.Event) -> None:
+    device = MAKERS[maker]()
+    started = threading.Event()
+    device.disk.submit(lambda: (started.set(), gate.wait()))
+    started.wait()
+    queued = device.disk.submit(nothing)
+    waiting = device.up.submit(queued.wait)
+    threading.Timer(0.02, gate.set).start()
+    device.close()
+    assert isinstance(waiting.error, ClosedError)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_dropped_device_leaves_no_thread(maker: str, gate: threading.Event) -> None:
+    device = MAKERS[maker]()
+    device.up.submit(nothing).wait()
+    device.down.submit(nothing)
+    queued = device.disk.submit(nothing, after=[Event("never")])
+    del device
+    gc.collect()
+    assert workers() == []
+    with pytest.raises(ClosedError):
+        queued.wait()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_device_may_be_dropped_by_its_own_thread(maker: str, gate: threading.Event) -> None:
+    device = MAKERS[maker]()
+    device.up.submit(lambda held=device: gate.wait())
+    other = device.down.submit(nothing)
+    other.wait()
+    del device
+    gate.set()
+    assert no_workers()
+
+
+def test_thousands_of_devices_leave_nothing() -> None:
+    for number in range(2000):
+        device = CpuDevice()
+        device.up.submit(nothing)
+        if number % 2:
+            device.close()
+        del device
+    gc.collect()
+    assert workers() == []
+    assert len(os.listdir("/proc/self/task")) < 50
+
+
+def test_submission_against_close_leaves_no_event_unsettled() -> None:
+    for _ in range(50):
+        device = CpuDevice()
+        events: list[Event] = []
+
+        def flood(device: Device = device, events: list[Event] = events) -> None:
+            with contextlib.suppress(ClosedError):
+                while True:
+                    events.append(device.up.submit(nothing))
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        time.sleep(0.0005)
+        device.close()
+        thread.join()
+        for event in events:
+            event.join()
+        assert device.up.pending == 0
+
+
+def test_an_operation_submitted_while_the_device_is_collected_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CpuDevice()
+    worker = device.up.worker
+    monkeypatch.setattr(worker, "_start", lambda: (worker.stop(), worker.join()))
+    with pytest.raises(ClosedError, match="queued"):
+        device.up.submit(nothing).wait()
+
+
+def test_close_waits_for_a_thread_that_is_being_started(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    device = CpuDevice()
+    worker, start, starting = device.up.worker, device.up.worker._start, threading.Event()
+    monkeypatch.setattr(worker, "_start", lambda: (starting.set(), gate.wait(), start()))
+    submitting = threading.Thread(target=device.up.submit, args=(nothing,))
+    submitting.start()
+    starting.wait()
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    closing.join(0.02)
+    assert closing.is_alive()
+    gate.set()
+    closing.join()
+    assert workers() == []
+    submitting.join()
+
+
+def test_a_settled_event_calls_back_at_once_and_once() -> None:
+    calls: list[int] = []
+    event = Event()
+    event.when_settled(lambda: calls.append(1))
+    assert calls == []
+    event.settle()
+    event.when_settled(lambda: calls.append(2))
+    assert calls == [1, 2]
+
+
+def test_many_threads_submit_at_once(device: Device) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def submit(thread: int) -> None:
+        for number in range(100):
+            device.up.submit(lambda number=number: seen.append((thread, number)))
+
+    threads = [threading.Thread(target=submit, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.synchronize()
+    for thread in range(4):
+        assert [number for other, number in seen if other == thread] == list(range(100))
+
+
+def in_child(work: Callable[[], int]) -> int:
+    """The exit status of a forked child that does `work`, which a signal ends after five seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what this is about
+        child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the test runner's handler would raise, and be ignored
+            signal.alarm(5)
+            status = work()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_is_told(device: Device, gate: threading.Event) -> None:
+    unfinished = device.up.submit(gate.wait)
+
+    def refused() -> int:
+        count = 0
+        for attempt in (lambda: device.up.submit(nothing), lambda: device.disk.submit(nothing), unfinished.wait):
+            try:
+                attempt()
+            except ClosedError:
+                count += 1
+        return count
+
+    assert in_child(refused) == 3
+    gate.set()
+    unfinished.wait()
+    device.up.submit(nothing).wait()
+
+
+@pytest.mark.parametrize("way", ["close", "collect"])
+def test_a_forked_child_may_end_the_device(way: str, gate: threading.Event) -> None:
+    devices = [CpuDevice()]
+    worker = devices[0].up.worker
+    started, held = threading.Event(), threading.Event()
+    devices[0].up.submit(lambda: (started.set(), gate.wait()))
+    started.wait()
+    devices[0].up.submit(nothing)
+
+    def hold_lock() -> None:
+        with worker._lock:
+            held.set()
+            gate.wait()
+
+    thread = threading.Thread(target=hold_lock)
+    thread.start()
+    held.wait()
+
+    def end() -> int:
+        if way == "close":
+            devices[0].close()
+        devices.clear()
+        gc.collect()
+        return 0
+
+    # As if the fork came while another thread submitted, whose lock nobody releases in the child.
+    assert in_child(end) == 0
+    gate.set()
+    thread.join()
+    devices[0].up.submit(nothing).wait()
+    devices[0].close()
+
+
+def test_an_open_device_does_not_keep_the_interpreter() -> None:
+    package = Path(tieredkv.device.__file__).parent.parent
+    program = (
+        # Without the package's own imports, which take seconds.
+        f"import sys, types; sys.modules['tieredkv'] = p = types.ModuleType('tieredkv'); p.__path__ = [{str(package)!r}]\n"
+        "import time; from tieredkv.device import CpuDevice; device = CpuDevice()\n"
+        "device.up.submit(lambda: time.sleep(60)); device.down.submit(lambda: print('moved', flush=True)).wait()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "moved\n", "")
+
+
+def test_a_worker_uses_one_core_and_nobody_else_is_changed() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen: dict[str, int] = {}
+    try:
+        with CpuDevice() as device:
+            device.up.submit(lambda: seen.update(worker=torch.get_num_threads())).wait()
+            device.up.submit(lambda: device.down.submit(nothing)).wait()
+            device.down.submit(lambda: seen.update(second=torch.get_num_threads())).wait()
+            later = threading.Thread(target=lambda: seen.update(later=torch.get_num_threads()))
+            later.start()
+            later.join()
+        assert seen == {"worker": 1, "second": 1, "later": 3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_works_write_what_inference_mode_allocated(device: Device) -> None:
+    with torch.inference_mode():
+        target = device.empty((2, 4), torch.float32)
+        host = device.host_empty((4,), torch.float32)
+        view, source = target[1], torch.arange(4.0)
+        event = device.up.submit(lambda: (host.copy_(source), view.copy_(host)))
+        event.wait()
+        target[0] = 1.0
+    assert torch.equal(target[1], source) and torch.equal(host, source)
+    weight = torch.ones(4, requires_grad=True)
+    made: list[torch.Tensor] = []
+    device.up.submit(lambda: made.append(weight * 2)).wait()
+    assert not made[0].requires_grad and not made[0].is_inference()
+
+
+def test_a_submission_is_cheap() -> None:
+    with CpuDevice() as device:
+        device.up.submit(nothing).wait()
+        best_seconds = float("inf")
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(100):
+                device.up.submit(nothing)
+            best_seconds = min(best_seconds, (time.perf_counter() - start) / 100)
+            device.synchronize()
+    assert best_seconds < 50e-6  # 3 µs on an idle machine
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_delays_and_priorities_never_break_an_order(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 25))
+    with SimulatedAccelerator(seed=data.draw(st.integers(0, 9)), max_delay_seconds=5e-4) as device:
+        streams = [device.up, device.down, device.disk]
+        finished: list[int] = []
+        events: list[Event] = []
+        before: list[set[int]] = []
+        lanes: dict[tuple[int, int], int] = {}
+        for number in range(count):
+            lane = (data.draw(st.integers(0, 2)), data.draw(st.sampled_from([0, 0, 1])))
+            after = data.draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
+            work = lambda number=number: finished.append(number)  # noqa: E731
+            chosen = [events[index] for index in after]
+            events.append(streams[lane[0]].submit(work, after=chosen, priority=lane[1]))
+            before.append(after | ({lanes[lane]} if lane in lanes else set()))
+            lanes[lane] = number
+        device.synchronize()
+    place = {number: index for index, number in enumerate(finished)}
+    assert sorted(place) == list(range(count))
+    assert all(place[earlier] < place[number] for number in place for earlier in before[number])

@@ -1,0 +1,134 @@
+"""Compiled FlexAttention callables: one per combination of static shapes, kept apart, counted and capped.
+
+Shapes are static to the compiler, so every device, dtype, head layout, row bucket and pool size is a graph of its
+own, and more than eight graphs behind one function are an error in torch. Here each combination has its own
+function, the number of graphs has a cap, and what lies beyond it is served by the plain partials.
+
+Imports: torch only.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+
+GRAPH_CAP = 16
+"""Graphs per registry, unless told otherwise: one takes 3 to 6 seconds to compile."""
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+"""Out, and the LSE where it was asked for."""
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], Result]
+"""Called with q, k, v, block mask and scale."""
+
+
+class FlexKernels:
+    """The compiled callables of one process, cache or test.
+
+    Args:
+        cap: how many graphs may be compiled; further combinations get no kernel, with one warning.
+    """
+
+    def __init__(self, cap: int = GRAPH_CAP) -> None:
+        self.cap = cap
+        self._graphs = 0
+        self._kernels: dict[Hashable, Kernel | None] = {}
+        self._lse: dict[str, bool] = {}
+        self._warned = False
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were compiled so far, the LSE probes aside."""
+        return self._graphs
+
+    def get(self, key: Hashable, device: torch.device, *, lse: bool) -> Kernel | None:
+        """The callable for one combination of static shapes, or None where the cap leaves it to the plain partials.
+
+        Args:
+            key: everything that makes a graph of its own.
+            device: where the kernel will run.
+            lse: whether the LSE is asked of it.
+        """
+        try:
+            return self._kernels[key]
+        except KeyError:
+            pass
+        kernel = _compile(len(self._kernels), device, lse, self._count) if self._graphs < self.cap else None
+        if kernel is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.cap} FlexAttention graphs are compiled; plain attention serves further shapes, more slowly. "
+                "Keep the numbers of rows and of pool slots steady, or raise the cap of FlexKernels.",
+                stacklevel=2,
+            )
+        self._kernels[key] = kernel
+        return kernel
+
+    def drop(self, key: Hashable, reason: Exception) -> None:
+        """Leave a combination to the plain partials because it does not compile, with a warning."""
+        self._kernels[key] = None
+        warnings.warn(f"FlexAttention does not compile here, plain attention serves instead: {reason}", stacklevel=2)
+
+    def returns_lse(self, device: torch.device) -> bool:
+        """Whether compiled FlexAttention returns the LSE on this device: tried once per kind of device."""
+        if device.type not in self._lse:
+            self._lse[device.type] = _probe_lse(device)
+        return self._lse[device.type]
+
+    def _count(self) -> None:
+        self._graphs += 1
+
+
+def _compile(number: int, device: torch.device, lse: bool, count: Callable[[], None]) -> Kernel:
+    """A callable with a code object of its own, since torch counts recompilations per code object."""
+    # A partition that no block divides keeps the CPU from its template for single queries, which walks the whole pool
+    # when rows are ragged.
+    options = cast(FlexKernelOptions, {"PARTITION_SIZE": 1} if device.type == "cpu" else {})
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float) -> Result:
+        if not lse:
+            return flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=options), None
+        aux = AuxRequest(lse=True)
+        out, extra = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=options, return_aux=aux)
+        return out, extra.lse
+
+    inductor = torch._dynamo.lookup_backend("inductor")
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        count()
+        compiled: Callable[..., Any] = inductor(graph, inputs)
+        return compiled
+
+    code = call.__code__.replace(co_name=f"flex_{number}")
+    own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    kernel: Kernel = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return kernel
+
+
+def _probe_lse(device: torch.device) -> bool:
+    def everything(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return kv >= 0
+
+    one = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+    index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+    mask = BlockMask.from_kv_blocks(
+        one,
+        index,
+        full_kv_num_blocks=one,
+        full_kv_indices=index,
+        BLOCK_SIZE=(128, 128),
+        mask_mod=everything,
+        seq_lengths=(16, 128),
+        compute_q_blocks=False,
+    )
+    q, k = torch.zeros(1, 1, 16, 64, device=device), torch.zeros(1, 1, 128, 64, device=device)
+    try:
+        with torch.no_grad():
+            _compile(0, device, True, lambda: None)(q, k, k, mask, 1.0)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

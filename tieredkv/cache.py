@@ -1,0 +1,279 @@
+"""`TieredCache`: what `model.generate(past_key_values=...)` is given. The transformers contract over a store.
+
+Each method ends the forward before it, if that is still open: there is no hook after the last layer, so a forward ends
+at the next one or at the next public call. A forward that did not reach every tiered layer is taken back.
+
+Imports: everything to its left; transformers' DynamicCache.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tieredkv import report
+from tieredkv.block_table import TableEntry
+from tieredkv.codecs import get_codec
+from tieredkv.config import CacheSettings, ColdSettings, Size, Verify
+from tieredkv.device import Device
+from tieredkv.errors import ConfigError
+from tieredkv.hf.attachment import Attachment
+from tieredkv.hf.forwarding import Forwarding
+from tieredkv.hf.others import OtherLayers
+from tieredkv.stats import CacheStats
+from tieredkv.store import planner, requests
+
+
+class TieredCache(Forwarding):
+    """A transformers cache whose blocks live in device memory, host memory and on disk.
+
+    Args:
+        model: a transformers model: the cache selects attention over blocks on it, and puts the old implementation
+            back on `close`. Or a model's config: then the cache follows what the user selects
+            (`model.set_attn_implementation("tieredkv")`; any other implementation gathers).
+        hot: device memory for blocks and staging: bytes, "512MiB", or "2048 tokens" for each batch row. Default: half
+            of what is free.
+        warm: host memory for blocks, the same forms. Default: a quarter of what is free.
+        cold: a folder or `ColdSettings`. Default: none, nothing touches a disk.
+        block_size: tokens of a block, a multiple of 16. Default: 128.
+        window: most recent tokens of each row that stay hot. Default: 2,048, or what fits hot if that is less.
+        codec: "raw" (exact, the default), or "fp8", "int8", "int4" below hot (lossy).
+        verify: "always" (default), "first" or "off".
+        max_tokens: tokens of each row that must fit, checked at the first forward.
+        settings: everything else; the arguments above win over it.
+        device: the computing device, for tests; by default the one of the first keys.
+
+    Raises:
+        ConfigError: a setting that cannot be served.
+        UnsupportedModelError: layer types that the cache refuses, an encoder-decoder model, or not a model at all.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        hot: Size | int | str | None = None,
+        warm: Size | int | str | None = None,
+        cold: ColdSettings | str | os.PathLike[str] | None = None,
+        block_size: int | None = None,
+        window: int | None = None,
+        codec: str | None = None,
+        verify: Verify | None = None,
+        max_tokens: int | None = None,
+        settings: CacheSettings | None = None,
+        device: Device | None = None,
+    ) -> None:
+        chosen: dict[str, Any] = {
+            "hot": hot,
+            "warm": warm,
+            "cold": cold,
+            "block_size": block_size,
+            "window": window,
+            "codec": codec,
+            "verify": verify,
+            "max_tokens": max_tokens,
+        }
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        chosen_settings = dataclasses.replace(settings or CacheSettings(), **chosen)
+        get_codec(chosen_settings.codec)
+        super().__init__(Attachment.to(model), chosen_settings, device)
+
+    # ---- whole-cache operations
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of each row; more than there are empties the cache.
+
+        Raises:
+            ConfigError: a positive number, which transformers once took for a length.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(
+                "crop takes the number of tokens to remove, as a negative number.",
+                wanted="crop(-n)",
+                got=f"crop({tokens_to_remove})",
+                change=f"crop({tokens_to_remove} - cache.get_seq_length()) keeps {tokens_to_remove} tokens",
+            )
+        self._finish()
+        if self._store is not None and self._holder is not None and tokens_to_remove:
+            planner.crop(self._store, self._holder, self._holder.tokens + tokens_to_remove)
+        self._positions.cropped(-tokens_to_remove)
+        self._others.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Drop every token; memory goes back to the store, settings and the chosen way stay."""
+        self._check_open()
+        self._empty()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was; blocks are shared, and copied only when one of them is written."""
+        self._select([int(i) for i in beam_idx])
+        self._others.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; the copies share their blocks."""
+        rows = 0 if self._holder is None else len(self._holder.table)
+        self._select([row for row in range(rows) for _ in range(repeats)])
+        self._others.repeat(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows that `indices` names (a mask of bools, or row numbers), in that order."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select([int(i) for i in chosen])
+        self._others.select(indices)
+
+    def _select(self, indices: Sequence[int]) -> None:
+        self._finish()
+        if self._store is None or self._holder is None or not self._holder.table.rows:
+            return
+        with self._store.lock:
+            self._holder.table.select(indices)
+        self._positions.select(indices)
+
+    def reserve(self, tokens: int) -> None:
+        """Check that so many tokens of each row fit; nothing is allocated.
+
+        Raises:
+            BudgetError: they do not.
+        """
+        self._finish()
+        if self._store is not None and self._holder is not None and self._holder.table.rows:
+            requests.reserve(self._store, self._holder, tokens)
+        self._settings = dataclasses.replace(self._settings, max_tokens=tokens)
+
+    def demote(self, tier: str = "warm") -> int:
+        """Move every sealed block out of hot, to warm or to cold; returns how many moved. For a sequence that rests.
+
+        Raises:
+            BudgetError: they do not fit there.
+        """
+        self._finish()
+        if self._store is None or self._holder is None:
+            return 0
+        return requests.demote(self._store, self._holder, tier)
+
+    def promote(self) -> int:
+        """Bring blocks back to hot, most recent first, as far as the watermark allows; returns how many came."""
+        self._finish()
+        if self._store is None or self._holder is None:
+            return 0
+        return requests.promote(self._store, self._holder)
+
+    def set_priority(self, priority: int) -> None:
+        """Blocks of caches with a low priority leave hot first (default 0); matters where caches share a store."""
+        self._priority = priority
+        if self._holder is not None:
+            self._holder.priority = priority
+
+    # ---- what a person asks
+
+    @property
+    def settings(self) -> CacheSettings:
+        """The settings, with the arguments filled in."""
+        return self._settings
+
+    @property
+    def mode(self) -> str:
+        """ "blocks" when every tiered layer is attended over blocks, "gather" otherwise."""
+        return "blocks" if self._ways.all_blocks else "gather"
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the first layer that gathers does, or None."""
+        return self._ways.reason
+
+    def parts(self) -> report.Parts:
+        """The cache's insides, for reports."""
+        return report.Parts(
+            store=self._store,
+            holder=self._holder,
+            tiered=tuple(self._tiered),
+            gather_peak_bytes=self._gather_peak_bytes,
+            other_layers_bytes=self._others.nbytes,
+            graphs=0 if self._store is None else self._kernels.graphs,
+            position_exempt=self._positions.exempt,
+        )
+
+    def stats(self) -> CacheStats:
+        """What the cache has done and holds now."""
+        return report.stats(self)
+
+    def block_table(self) -> list[TableEntry]:
+        """One entry for each block of each row in each layer."""
+        return report.block_table(self)
+
+    def __repr__(self) -> str:
+        rows = 0 if self._holder is None else len(self._holder.table)
+        return f"TieredCache(layers={len(self.layers)}, rows={rows}, tokens={self.get_seq_length()}, mode={self.mode})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: a forward plans on the host."""
+        return False
+
+    # ---- life and death
+
+    def close(self) -> None:
+        """Give memory and files back, and the model its attention implementation. May be called again."""
+        if self._closed:
+            return
+        self._attachment.restore()
+        if self._store is not None:
+            self._finalizer()
+        self._closed = True
+        self._store = self._holder = self._engine = None
+
+    def __enter__(self) -> TieredCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
+        """A cache of its own over the same store: sealed blocks are shared, a tail is copied when it is written."""
+        self._finish()
+        twin = TieredCache(self._attachment.config, settings=self._settings, device=self._device)
+        memo[id(self)] = twin
+        twin._ways, twin._priority = self._ways.copy(), self._priority
+        twin._positions = copy.deepcopy(self._positions)
+        twin._replace_others({i: copy.deepcopy(layer, memo) for i, layer in self._others.layers.items()})
+        if self._store is not None and self._holder is not None:
+            twin._join(self._store, self._store.fork(self._holder), self._kernels)
+        return twin
+
+    def _replace_others(self, layers: dict[int, Any]) -> None:
+        self._others = OtherLayers(layers)
+        for layer_idx, layer in layers.items():
+            self.layers[layer_idx] = layer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By value: settings, the config, all K and V, and the layers that are not tiered."""
+        self._finish()
+        tensors = {t: self.gather_layer(i) for i, t in self._index.items()}
+        state = {
+            "others": self._others.layers,
+            "tensors": tensors,
+            "positions": self._positions,
+            "priority": self._priority,
+        }
+        return _rebuild, (self._attachment.config, self._settings), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._replace_others(state["others"])
+        self._priority = state["priority"]
+        for t, pair in state["tensors"].items():
+            if pair is not None:
+                self.update(*pair, self._tiered[t])
+        self._finish()
+        self._positions = state["positions"]
+
+
+def _rebuild(config: Any, settings: CacheSettings) -> TieredCache:
+    return TieredCache(config, settings=settings)

@@ -1,0 +1,215 @@
+"""Settings of a cache: sizes, tiers, window, codec, verification. Frozen; checked when made.
+
+A size is an int of bytes, text such as "512MiB", or "2048 tokens": so many tokens for each batch row, turned into
+bytes at the first forward, when the bytes of a token and the rows are known.
+
+Imports: errors only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import Literal
+
+from tieredkv.errors import ConfigError
+
+Verify = Literal["always", "first", "off"]
+Kernel = Literal["auto", "flex", "flash", "plain"]
+
+BLOCK_MULTIPLE = 16
+"""Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_TOKENS = re.compile(r"\s*(\d+)\s*tokens?\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from an int or from text such as "512MiB", "1.5 GB" or "4096".
+
+    Raises:
+        ConfigError: negative, or not a size.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise _bad_size(size)
+    if isinstance(size, int):
+        if size < 0:
+            raise _bad_size(size)
+        return size
+    match = _BYTES.fullmatch(size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise _bad_size(size)
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _bad_size(size: object) -> ConfigError:
+    return ConfigError(
+        "Not a size.",
+        wanted='an int of bytes, "512MiB", or "2048 tokens"',
+        got=repr(size),
+        change="give the size in one of these forms",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """An amount of memory, in bytes or in tokens for each batch row. Exactly one of the two is set.
+
+    Args:
+        bytes_: bytes, whatever the model.
+        tokens_per_row: tokens for each batch row.
+    """
+
+    bytes_: int | None = None
+    tokens_per_row: int | None = None
+
+    @classmethod
+    def parse(cls, size: int | str | Size) -> Size:
+        """A size from what a user writes.
+
+        Raises:
+            ConfigError: not a size.
+        """
+        if isinstance(size, Size):
+            return size
+        if isinstance(size, str) and (match := _TOKENS.fullmatch(size)):
+            return cls(tokens_per_row=int(match[1]))
+        return cls(bytes_=parse_bytes(size))
+
+    def resolve(self, token_bytes: int, rows: int) -> int:
+        """Bytes, given the bytes of one token over all tiered layers and the number of batch rows."""
+        if self.bytes_ is not None:
+            return self.bytes_
+        return (self.tokens_per_row or 0) * token_bytes * max(rows, 1)
+
+    def __str__(self) -> str:
+        return f"{self.bytes_} bytes" if self.bytes_ is not None else f"{self.tokens_per_row} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdSettings:
+    """Where the cold tier lives and how much of the disk it may take.
+
+    Args:
+        path: folder; made when absent.
+        cap: most bytes of block data, as a size; None for no cap.
+        free_floor: bytes of free space on that disk that are never touched.
+    """
+
+    path: str | os.PathLike[str]
+    cap: Size | int | str | None = None
+    free_floor: int | str = "1GiB"
+
+    def __post_init__(self) -> None:
+        if self.cap is not None:
+            Size.parse(self.cap)
+        parse_bytes(self.free_floor)
+
+    @property
+    def cap_size(self) -> Size | None:
+        """The cap as a `Size`, or None."""
+        return None if self.cap is None else Size.parse(self.cap)
+
+    @property
+    def free_floor_bytes(self) -> int:
+        """The floor in bytes."""
+        return parse_bytes(self.free_floor)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSettings:
+    """Every choice of one cache.
+
+    Args:
+        hot: device memory for blocks, staging included; None for half of what is free when the cache is made.
+        warm: host memory for blocks; None for a quarter of what is free when the cache is made, 0 for no warm tier.
+        cold: a path or `ColdSettings`; None (default): nothing touches a disk.
+        block_size: tokens of a block, a multiple of 16.
+        window: most recent tokens of each row that stay hot; None for 2,048, or what fits hot if that is less.
+            A floor: older blocks are written down early, and stay hot while there is room.
+        codec: encoding of blocks below hot, "raw" (exact), "fp8", "int8" or "int4" (lossy).
+        verify: when checksums are compared: at every crossing, at a block's first read, or never.
+        watermark: share of the hot slots above which blocks outside the window leave hot.
+        write_down_at: share of the hot slots above which blocks outside the window are copied down ahead of need.
+        read_in_place: attend raw warm blocks where they are when the device can address host memory.
+        kernel: "auto" chooses by device, dtype and shape; the others force one kernel.
+        chunk_tokens: most tokens of one row that one staging buffer holds.
+        staging_buffers: staging buffers, at least 2 (one being attended, one on its way).
+        max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
+        log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).
+
+    Raises:
+        ConfigError: a value that can never be served.
+    """
+
+    hot: Size | int | str | None = None
+    warm: Size | int | str | None = None
+    cold: ColdSettings | str | os.PathLike[str] | None = None
+    block_size: int = 128
+    window: int | None = None
+    codec: str = "raw"
+    verify: Verify = "always"
+    watermark: float = 0.85
+    write_down_at: float = 0.5
+    read_in_place: bool = True
+    kernel: Kernel = "auto"
+    chunk_tokens: int = 1024
+    staging_buffers: int = 2
+    max_tokens: int | None = None
+    log_moves: bool = False
+
+    def __post_init__(self) -> None:
+        for size in (self.hot, self.warm):
+            if size is not None:
+                Size.parse(size)
+        if isinstance(self.block_size, bool) or self.block_size < BLOCK_MULTIPLE or self.block_size % BLOCK_MULTIPLE:
+            raise ConfigError(
+                "A block size that cannot be served.",
+                wanted=f"a multiple of {BLOCK_MULTIPLE}",
+                got=self.block_size,
+                change="block_size=16, 32, 64, 128 or 256",
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError("A window needs tokens.", wanted="at least 1", got=self.window, change="window=512")
+        if self.verify not in ("always", "first", "off"):
+            raise ConfigError(
+                "Unknown verification.", wanted='"always", "first" or "off"', got=repr(self.verify), change="verify="
+            )
+        if self.kernel not in ("auto", "flex", "flash", "plain"):
+            raise ConfigError(
+                "Unknown kernel.",
+                wanted='"auto", "flex", "flash" or "plain"',
+                got=repr(self.kernel),
+                change='kernel="auto"',
+            )
+        if not 0 < self.watermark <= 1 or not 0 <= self.write_down_at <= self.watermark:
+            raise ConfigError(
+                "Shares of the hot tier that cannot be.",
+                wanted="0 <= write_down_at <= watermark <= 1",
+                got=f"write_down_at={self.write_down_at}, watermark={self.watermark}",
+                change="watermark=0.85, write_down_at=0.5",
+            )
+        if self.staging_buffers < 2 or self.chunk_tokens < 1:
+            raise ConfigError(
+                "Streaming needs two buffers of at least a token.",
+                wanted="staging_buffers >= 2 and chunk_tokens >= 1",
+                got=f"staging_buffers={self.staging_buffers}, chunk_tokens={self.chunk_tokens}",
+                change="leave both at their defaults",
+            )
+
+    @property
+    def depends_on_rows(self) -> bool:
+        """Whether a size is given in tokens for each row."""
+        cap = None if self.cold_settings is None else self.cold_settings.cap_size
+        sizes = [Size.parse(size) for size in (self.hot, self.warm, cap) if size is not None]
+        return any(size.tokens_per_row is not None for size in sizes)
+
+    @property
+    def cold_settings(self) -> ColdSettings | None:
+        """The cold tier's settings, or None when there is none."""
+        if self.cold is None or isinstance(self.cold, ColdSettings):
+            return self.cold
+        return ColdSettings(path=self.cold)

@@ -1,0 +1,43 @@
+"""Computing devices behind one small interface: CPU, CUDA, and a simulated accelerator for tests.
+
+The only package that names torch.cuda. `base` is the interface; `worker` is what all three share; the other modules
+are one thing each. Imports: errors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tieredkv.device.base import Device, Region, Stream
+from tieredkv.device.cpu import CpuDevice
+from tieredkv.device.cuda import CudaDevice
+from tieredkv.device.event import Event
+from tieredkv.device.simulated import SimulatedAccelerator, Traced
+from tieredkv.errors import ConfigError
+
+__all__ = [
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "Region",
+    "SimulatedAccelerator",
+    "Stream",
+    "Traced",
+    "device_for",
+]
+
+
+def device_for(torch_device: torch.device | str) -> Device:
+    """The device behind a torch device. Raises ConfigError for one that the cache does not serve."""
+    wanted = torch.device(torch_device)
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if wanted.type == "cuda" and torch.cuda.is_available():
+        return CudaDevice(wanted)
+    raise ConfigError(
+        "The model's keys and values are on a device that the cache does not serve.",
+        wanted="cpu, or cuda where torch finds it",
+        got=str(wanted),
+        change="move the model to the CPU or to an NVIDIA GPU",
+    )

@@ -1,0 +1,127 @@
+"""What the cache needs to know of a model: its config, its layers' geometry, its attention implementation.
+
+Imports: errors, config, block, sizing, hf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from tieredkv.block import LayerGeometry
+from tieredkv.errors import UnsupportedModelError
+from tieredkv.hf import seam
+from tieredkv.sizing import kv_layers
+
+
+@dataclasses.dataclass
+class Attachment:
+    """A cache's tie to its model.
+
+    Args:
+        config: the text decoder's config.
+        model: the model, when the cache was given it.
+        previous: its attention implementation before the cache selected "tieredkv", or None.
+        refusal: why attention over blocks was not selected, or None.
+    """
+
+    config: Any
+    model: weakref.ref[Any] | None = None
+    previous: str | None = None
+    refusal: str | None = None
+
+    @classmethod
+    def to(cls, model: Any) -> Attachment:
+        """The tie to a model or to a config.
+
+        Raises:
+            UnsupportedModelError: neither, or an encoder-decoder model.
+        """
+        if hasattr(model, "get_text_config"):
+            return cls(model.get_text_config(decoder=True))
+        config = getattr(model, "config", None)
+        if config is None or not hasattr(config, "get_text_config"):
+            raise UnsupportedModelError(
+                "Not a transformers model.",
+                wanted="a PreTrainedModel or its config",
+                got=type(model).__name__,
+                change="TieredCache(model) or TieredCache(model.config)",
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                "An encoder-decoder model needs a cache for each kind of attention.",
+                wanted="EncoderDecoderCache(TieredCache(model.config), DynamicCache(config=model.config))",
+                got=f"TieredCache({type(model).__name__})",
+                change="write it like that",
+            )
+        return cls(config.get_text_config(decoder=True), model=weakref.ref(model))
+
+    def select(self) -> None:
+        """Select attention over blocks on the model, if the cache was given one that can."""
+        model = None if self.model is None else self.model()
+        if model is None or seam.implementation_of(self.config) == seam.NAME:
+            return
+        if not model._can_set_attn_implementation():
+            self.refusal = f"{type(model).__name__} does not use transformers' attention interface"
+            return
+        self.previous = seam.implementation_of(self.config)
+        model.set_attn_implementation(seam.NAME)
+
+    def restore(self) -> None:
+        """Put the old implementation back, unless somebody has changed it since."""
+        model = None if self.model is None else self.model()
+        if model is not None and self.previous is not None and seam.implementation_of(self.config) == seam.NAME:
+            model.set_attn_implementation(self.previous)
+        self.previous = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the config in cold files; says nothing of the weights."""
+        return hashlib.sha256(self.config.to_json_string(use_diff=False).encode()).hexdigest()[:32]
+
+
+def check_layers(config: Any) -> None:
+    """Refuse layer types whose state the cache would not carry.
+
+    Raises:
+        UnsupportedModelError: such a type, by name.
+    """
+    types, _ = get_layer_types_and_kwargs(config)
+    served = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin)
+    for layer_idx, name in enumerate(types):
+        kind = DYNAMIC_LAYER_TYPE_MAPPING.get(name)
+        known = kind in served[:2] or name == "dummy" or (kind is not None and issubclass(kind, served[2]))
+        if not known:
+            raise UnsupportedModelError(
+                f"Layer {layer_idx} keeps state that a TieredCache does not carry.",
+                wanted="full, sliding or chunked attention, linear attention, or no cache",
+                got=repr(name),
+                change="use transformers' DynamicCache for this model",
+            )
+
+
+def predicted_geometry(
+    config: Any, tiered: Sequence[int], layer: int, key: torch.Tensor, value: torch.Tensor
+) -> list[LayerGeometry]:
+    """The geometry of every tiered layer, from the config and from the first layer's real tensors.
+
+    Where the config's prediction for that layer is off (a wrapper that changes heads, for example), layers that were
+    predicted alike are taken to be like it.
+    """
+    actual = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+    predictions = kv_layers(config)
+    by_index = [predictions[layer_idx].geometry(key.dtype) for layer_idx in tiered]
+    wrong = by_index[layer]
+    return [actual if geometry == wrong else geometry for geometry in by_index]

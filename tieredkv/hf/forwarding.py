@@ -1,0 +1,348 @@
+"""A forward through the cache: what the model calls, layer by layer, between two public operations.
+
+There is no hook after the last layer, so a forward ends at the next one or at the next public call (`_finish`). A
+forward that did not reach every tiered layer is taken back.
+
+Imports: everything to its left; transformers' DynamicCache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from tieredkv.attention.engine import Engine
+from tieredkv.attention.flex import FlexKernels
+from tieredkv.config import CacheSettings
+from tieredkv.device import Device, device_for
+from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingModeError
+from tieredkv.hf import seam
+from tieredkv.hf.attachment import Attachment, check_layers, predicted_geometry
+from tieredkv.hf.layers import HANDLE, Handle, TieredLayer
+from tieredkv.hf.others import OtherLayers
+from tieredkv.hf.positions import Positions
+from tieredkv.hf.ways import Ways
+from tieredkv.plan import ForwardPlan
+from tieredkv.store import BlockStore, Holder, check_tensors, gather, planner, read_layer, requests, write
+
+
+class Forwarding(DynamicCache):
+    """The part of a `TieredCache` that models call. Not made by itself.
+
+    Args:
+        attachment: the tie to the model or config.
+        settings: sizes and choices.
+        device: the computing device, or None for the one of the first keys.
+
+    Raises:
+        UnsupportedModelError: layer types that the cache refuses.
+    """
+
+    def __init__(self, attachment: Attachment, settings: CacheSettings, device: Device | None) -> None:
+        check_layers(attachment.config)
+        super().__init__(config=attachment.config)
+        self._attachment, self._settings, self._device = attachment, settings, device
+        self._tiered = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        self._index = {layer_idx: t for t, layer_idx in enumerate(self._tiered)}
+        for layer_idx in self._tiered:
+            self.layers[layer_idx] = TieredLayer(self, layer_idx)
+        self._others = OtherLayers({i: layer for i, layer in enumerate(self.layers) if i not in self._index})
+        self._store: BlockStore | None = None
+        self._holder: Holder | None = None
+        self._engine: Engine | None = None
+        self._positions = Positions()
+        self._gather_peak_bytes = 0
+        self._priority = 0
+        self._closed = False
+        self._broken: str | None = None
+        attachment.select()
+        self._ways = Ways(self._tiered, attachment.refusal)
+
+    @seam.outside_graphs
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values of one layer, and return what its attention needs.
+
+        Args:
+            key_states: [rows, kv_heads, new, k_dim].
+            value_states: [rows, kv_heads, new, v_dim].
+            layer_idx: layer of the model.
+            kwargs: `kwargs=` may hold the keywords of the attention function (transformers 5.24).
+
+        Returns:
+            All keys and values of the layer, or, where attention over blocks is known to follow, the new ones, which
+            carry a handle to it. Not overwritten before the forward ends.
+
+        Raises:
+            BudgetError: the forward does not fit; nothing was written.
+            PositionError: the positions do not continue the cache; nothing was written.
+            MismatchError: tensors of another model, batch or dtype.
+            TrainingModeError: keys that need gradients.
+            HandleError: attention did not use the last layer's handle.
+        """
+        if layer_idx not in self._index:
+            self._begin_with_other_layer(key_states, layer_idx, kwargs)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise TrainingModeError(
+                "Keys that need gradients cannot be stored.",
+                wanted="inference",
+                got="key_states.requires_grad with gradients enabled",
+                change="model.eval() and `with torch.no_grad():` (generate does both)",
+            )
+        rows, _, new, _ = key_states.shape
+        if rows == 0:
+            return key_states, value_states
+        layer = self._index[layer_idx]
+        if new == 0:
+            whole = self.gather_layer(layer_idx)
+            return (key_states, value_states) if whole is None else whole
+        self._check_claims()
+        store = self._open(layer, key_states, value_states)
+        check_tensors(store, layer, key_states, value_states)
+        plan = self._plan(layer, rows, new, kwargs)
+        write(store, plan, layer, key_states, value_states)
+        plan.updated.add(layer)
+        return self._result(plan, layer, key_states, value_states, "kwargs" in kwargs)
+
+    def _result(
+        self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor, with_keywords: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new K and V with a handle where blocks serve, else all of the layer's."""
+        selected = seam.implementation_of(self._attachment.config) == seam.NAME
+        full = plan.past == 0 or not (selected and self._ways.serves_blocks(layer, with_keywords))
+        if full and plan.past:
+            key, value = self._gather(plan, layer, key, value)
+        if self._ways.wants_handle(layer, selected, with_keywords):
+            handle = Handle(self, layer, plan, value, full)
+            setattr(key, HANDLE, handle)
+            self._ways.issue(handle)
+        return key, value
+
+    def _gather(
+        self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = gather(self._need_store(), plan, layer, key, value)
+        self._gather_peak_bytes = max(self._gather_peak_bytes, k.nbytes + v.nbytes)
+        return k, v
+
+    def _plan(self, layer: int, rows: int, new: int, kwargs: dict[str, Any]) -> ForwardPlan:
+        """The forward this update belongs to; a new one when the layer already has its tokens."""
+        store, holder = self._need_store(), self._need_holder()
+        plan = holder.plan
+        if plan is not None and layer not in plan.updated and (plan.rows, plan.new) == (rows, new):
+            return plan
+        self._finish()
+        if holder.table.rows and len(holder.table) != rows:
+            raise MismatchError(
+                "Another number of batch rows than the cache holds.",
+                wanted=len(holder.table),
+                got=rows,
+                change="reset the cache, or batch_repeat_interleave / batch_select_indices it first",
+            )
+        self._positions.check(kwargs.get("kwargs"), holder.tokens, new)
+        if not holder.table.rows:
+            holder.table.rows = [[] for _ in range(rows)]
+            if self._settings.max_tokens is not None:
+                requests.reserve(store, holder, self._settings.max_tokens)
+        try:
+            plan = planner.begin(store, holder, new)
+        except Exception:
+            if not holder.tokens:
+                self._empty()
+            raise
+        store.counters.begin_forward(new, rows)
+        self._positions.accept()
+        if plan.chunks:
+            store.prefetcher.start(self._layer_order, plan.chunks)
+        return plan
+
+    def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:
+        """A layer that is not tiered is updated first: plan now, so that a refusal comes before any write."""
+        holder = self._holder
+        if holder is None or self._store is None or not self._tiered or key.shape[-2] == 0:
+            return
+        first = not any(i < layer_idx for i in self.attention_layers())
+        plan = holder.plan
+        if first and (plan is None or plan.updated):
+            self._plan(-1, key.shape[0], key.shape[-2], kwargs)
+
+    def attention_layers(self) -> list[int]:
+        """Indices of the layers that are updated with keys and values, tiered or not."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
+
+    def _finish(self) -> None:
+        """End the forward that is open: it counts if every tiered layer has its tokens, else it is taken back."""
+        self._check_usable()
+        holder, store = self._holder, self._store
+        if holder is None or store is None or holder.plan is None:
+            return
+        if len(holder.plan.updated) < len(self._tiered):
+            self._take_back(store, holder)
+            return
+        try:
+            self._ways.end_forward()
+            planner.commit(store, holder)
+        except Exception:
+            self._take_back(store, holder)
+            raise
+
+    def _take_back(self, store: BlockStore, holder: Holder) -> None:
+        """The forward that is open did not happen."""
+        planner.rollback(store, holder)
+        self._ways.forget_forward()
+        self._positions.take_back()
+        self._broken = self._others.roll_back(holder.tokens)
+
+    def _check_claims(self) -> None:
+        """Raises HandleError when the last layer's attention did not use its handle."""
+        try:
+            self._ways.check_claims()
+        except HandleError:
+            if self._store is not None and self._holder is not None:
+                self._take_back(self._store, self._holder)
+            raise
+
+    def handle_arrived(self, handle: Handle, reason: str | None) -> None:
+        """The attention function got a handle; see `Ways.arrived`."""
+        self._ways.arrived(handle, reason)
+
+    # ---- lengths and masks
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Tokens of each row: of a layer, or (by default) those that every tiered layer has."""
+        if layer_idx is not None and layer_idx not in self._index:
+            return int(super().get_seq_length(layer_idx))
+        if not self._tiered:
+            return int(super().get_seq_length(0))
+        if layer_idx is None:
+            return self._common_length()
+        holder = self._holder
+        if holder is None:
+            return 0
+        plan = holder.plan
+        return holder.tokens + (plan.new if plan is not None and self._index[layer_idx] in plan.updated else 0)
+
+    def _common_length(self) -> int:
+        holder = self._holder
+        if holder is None:
+            return 0
+        plan = holder.plan
+        return holder.tokens + (plan.new if plan is not None and len(plan.updated) == len(self._tiered) else 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys, offset) of the next forward's mask in this layer."""
+        if layer_idx in self._index:
+            return self._common_length() + query_length, 0
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the next forward's first query."""
+        return self._common_length() if layer_idx in self._index else int(super().get_seq_length(layer_idx))
+
+    def gather_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Copies of all K and V of a tiered layer, [rows, kv_heads, tokens, dim], or None while there are none."""
+        store, holder = self._store, self._holder
+        if store is None or holder is None or layer_idx not in self._index:
+            return None
+        tokens = self.get_seq_length(layer_idx)
+        if not tokens:
+            return None
+        return read_layer(store, holder, self._index[layer_idx], tokens)
+
+    # ---- the store
+
+    @property
+    def engine(self) -> Engine:
+        """What attends the layers; for the attention function."""
+        self._check_usable()
+        if self._engine is None:
+            raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
+        return self._engine
+
+    @property
+    def _layer_order(self) -> range:
+        return range(len(self._tiered))
+
+    def _open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> BlockStore:
+        """The store, made at the first update, when shapes and devices are known."""
+        self._reopen_for(key.shape[0])
+        if self._store is None:
+            device = self._device or device_for(key.device)
+            layers = predicted_geometry(self._attachment.config, self._tiered, layer, key, value)
+            store = BlockStore(
+                self._settings, layers, [key.device] * len(layers), device, key.shape[0], self._attachment.fingerprint
+            )
+            self._join(store, store.holder(), FlexKernels())
+        return self._need_store()
+
+    def _reopen_for(self, rows: int) -> None:
+        """An empty cache whose sizes are in tokens for each row is sized anew for another number of rows."""
+        store, holder = self._store, self._holder
+        if store is None or holder is None or holder.table.rows or self._device is not None:
+            return
+        if self._settings.depends_on_rows and rows != store.budget.rows and len(store.holders) == 1:
+            self._finalizer()
+            self._store = self._holder = self._engine = None
+
+    def _join(self, store: BlockStore, holder: Holder, kernels: FlexKernels) -> None:
+        self._store, self._holder = store, holder
+        holder.priority = self._priority
+        self._kernels = kernels
+        self._engine = Engine(store, kernels)
+        self._finalizer = weakref.finalize(self, _leave, store, holder)
+
+    def _need_store(self) -> BlockStore:
+        if self._store is None:
+            raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
+        return self._store
+
+    def _need_holder(self) -> Holder:
+        if self._holder is None:
+            raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
+        return self._holder
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("The cache is closed.", wanted="an open cache", got="closed", change="make a new one")
+        if self._store is not None:
+            self._store.check_usable()
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._broken is not None:
+            raise MismatchError(
+                "The cache's layers no longer agree.",
+                wanted="layers of one length",
+                got=self._broken,
+                change="cache.reset() and prefill again",
+            )
+
+    def _empty(self) -> None:
+        """Drop every token."""
+        self._ways.forget_forward()
+        self._broken = None
+        if self._store is not None and self._holder is not None:
+            with self._store.lock:
+                planner.rollback(self._store, self._holder)
+                self._holder.table.clear()
+                self._holder.tokens = 0
+        self._positions.forget()
+        self._others.reset()
+
+
+def _leave(store: BlockStore, holder: Holder) -> None:
+    """Let go of a cache's blocks, and of the store with the last of its caches."""
+    if threading.current_thread().name.startswith("tieredkv"):
+        # The garbage collector ran on a worker, which must not wait for itself.
+        threading.Thread(target=_leave, args=(store, holder), daemon=True, name="cleanup").start()
+        return
+    with contextlib.suppress(ClosedError):
+        store.leave(holder)

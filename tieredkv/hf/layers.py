@@ -1,0 +1,146 @@
+"""What transformers sees as one layer of the cache: a view of a tiered layer, and the handle it passes to attention.
+
+Imports: errors, plan; transformers' cache layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from tieredkv.plan import ForwardPlan
+
+if TYPE_CHECKING:
+    from tieredkv.hf.forwarding import Forwarding
+
+HANDLE = "_tieredkv_handle"
+"""Name of the attribute by which a key tensor carries its handle from `update` to the attention function."""
+
+
+class Handle:
+    """Says which layer of which cache a key tensor belongs to.
+
+    It travels on the key tensor itself, so that it arrives exactly when the model passes the tensor on untouched.
+
+    Args:
+        cache: the cache.
+        layer: tiered layer.
+        plan: the forward.
+        value: the value tensor that was returned with the key.
+        full: the tensors are all of the layer's K and V, so that any attention is right over them.
+    """
+
+    __slots__ = ("_value", "cache", "claimed", "full", "layer", "plan")
+
+    def __init__(self, cache: Forwarding, layer: int, plan: ForwardPlan, value: torch.Tensor, full: bool) -> None:
+        self.cache, self.layer, self.plan, self.full = weakref.ref(cache), layer, plan, full
+        self._value = weakref.ref(value)
+        self.claimed = False
+
+    def matches(self, value: torch.Tensor) -> bool:
+        """Whether `value` is the tensor that was returned with the key."""
+        return self._value() is value
+
+
+class TieredLayer(DynamicLayer):
+    """One full-attention layer of a `TieredCache`; its data lives in the cache's store.
+
+    `keys` and `values` gather the whole layer, [rows, kv_heads, tokens, dim], each time they are read.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: Forwarding, layer_idx: int) -> None:
+        self._cache = weakref.ref(cache)
+        self.layer_idx = layer_idx
+        DynamicLayer.__init__(self)
+
+    @property
+    def cache(self) -> Forwarding:
+        """The cache that owns the layer."""
+        cache = self._cache()
+        if cache is None:
+            raise ReferenceError("the cache of this layer is gone")
+        return cache
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, or None while there are none."""
+        pair = self.cache.gather_layer(self.layer_idx)
+        return None if pair is None else pair[0]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, or None while there are none."""
+        pair = self.cache.gather_layer(self.layer_idx)
+        return None if pair is None else pair[1]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse(value)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer has been updated since it was made or reset."""
+        return self.cache.get_seq_length(self.layer_idx) > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        if value:
+            self._refuse(value)
+
+    @staticmethod
+    def _refuse(value: object) -> None:
+        """transformers' base class sets None at construction; anything else would be lost silently."""
+        if value is not None:
+            raise AttributeError("K and V of a TieredCache are written by `update` only")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Same as `TieredCache.update` for this layer."""
+        return self.cache.update(key_states, value_states, self.layer_idx, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row in this layer."""
+        return self.cache.get_seq_length(self.layer_idx)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens that the next forward attends to, 0)."""
+        return self.cache.get_seq_length(self.layer_idx) + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: layers of one cache are cropped together."""
+        self._refuse_alone("crop")
+
+    def reset(self) -> None:
+        """Refused: layers of one cache are reset together."""
+        self._refuse_alone("reset")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: layers of one cache are reordered together."""
+        self._refuse_alone("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: layers of one cache are repeated together."""
+        self._refuse_alone("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refused: layers of one cache are selected together."""
+        self._refuse_alone("batch_select_indices")
+
+    def offload(self) -> None:
+        """Nothing: the store places blocks."""
+
+    def prefetch(self) -> None:
+        """Nothing: the store places blocks."""
+
+    def _refuse_alone(self, method: str) -> None:
+        raise AttributeError(f"call {method} on the cache, not on one of its layers")

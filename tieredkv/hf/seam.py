@@ -1,0 +1,227 @@
+"""The seam to transformers: the attention and mask functions named "tieredkv", and what differs between versions.
+
+Registration is idempotent and happens when the cache is imported. Without a handle of ours the attention function
+equals transformers' own SDPA, so a model may keep the name without a cache (use_cache=False, vision towers, encoders).
+
+Imports: errors, attention, layers; transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from tieredkv.attention.engine import LayerCall
+from tieredkv.attention.lse import merge
+from tieredkv.attention.masks import MaskSpec, TensorMask
+from tieredkv.attention.plain import plain
+from tieredkv.errors import HandleError, TrainingModeError
+from tieredkv.hf.layers import HANDLE, Handle
+
+NAME = "tieredkv"
+"""The attention implementation: `model.set_attn_implementation("tieredkv")`."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_graphs(function: F) -> F:
+    """Keep a function out of a user's `torch.compile`: it plans on the host and changes state."""
+    return cast(F, torch._dynamo.disable(function))
+
+
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "sliding_window",
+        "is_causal",
+        "softcap",
+        "s_aux",
+        "output_attentions",
+        "use_cache",
+        "dropout",
+        "scaling",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "target_dtype",
+        "deterministic",
+        "position_embeddings",
+        "labels",
+        "num_items_in_batch",
+    }
+)
+"""Keywords whose tensors say nothing that attention over blocks does not know already."""
+
+
+@outside_graphs
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the blocks of a `TieredCache`, or SDPA where the key comes from elsewhere.
+
+    Args:
+        module: the attention module.
+        query: [rows, heads, q, k_dim].
+        key: [rows, kv_heads, k, k_dim], as `update` returned it.
+        value: [rows, kv_heads, k, v_dim].
+        attention_mask: a `MaskSpec`, a 4-D tensor, or None.
+        scaling: factor on the scores; 1/sqrt(k_dim) when None.
+        dropout: refused unless 0 when a cache is attended.
+        kwargs: `softcap` and `s_aux` (sinks) are served; others as transformers passes them.
+
+    Returns:
+        ([rows, q, heads, v_dim], None).
+    """
+    handle = getattr(key, HANDLE, None)
+    if not isinstance(handle, Handle) or not handle.matches(value):
+        return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
+    cache = handle.cache()
+    if cache is None:
+        return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
+    if module.training and dropout > 0.0:
+        raise TrainingModeError(
+            "A TieredCache was used in training mode.", wanted="eval mode", got="dropout > 0", change="model.eval()"
+        )
+    mask = attention_mask
+    if isinstance(mask, torch.Tensor):
+        mask = TensorMask(mask)
+    reason = _why_not_blocks(handle, module, query, mask, kwargs)
+    handle.claimed = True
+    cache.handle_arrived(handle, reason)
+    if reason is not None and not handle.full:
+        raise HandleError(
+            "Attention over blocks cannot serve a layer that it has served before.",
+            wanted="the same attention as in the first forward",
+            got=reason,
+            change="reset the cache after changing the model, or use another attention implementation",
+        )
+    if reason is not None or (handle.full and handle.plan.past):
+        return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
+    call = LayerCall(
+        layer=handle.layer,
+        query=query,
+        key=key,
+        value=value,
+        scale=1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        mask=mask,
+    )
+    return cache.engine.attend(handle.plan, call).transpose(1, 2).contiguous(), None
+
+
+def _why_not_blocks(
+    handle: Handle, module: torch.nn.Module, query: torch.Tensor, mask: Any, kwargs: dict[str, Any]
+) -> str | None:
+    """The reason why this call cannot be served over blocks, or None."""
+    if query.shape[2] != handle.plan.new or query.shape[0] != handle.plan.rows:
+        return "queries and new keys differ in number (cross-attention)"
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        return "attention that is not causal"
+    if mask is not None and not isinstance(mask, MaskSpec | TensorMask):
+        return f"a mask of type {type(mask).__name__}"
+    if isinstance(mask, MaskSpec) and (mask.q_length, mask.kv_length) != (handle.plan.new, handle.plan.total):
+        return "a mask of another size than the cache"
+    if isinstance(mask, TensorMask) and mask.kv_length < handle.plan.total:
+        return "a mask that is shorter than the cache"
+    for name, given in kwargs.items():
+        if name not in HARMLESS and isinstance(given, torch.Tensor):
+            return f"the keyword {name!r} (a bias that depends on positions, for example)"
+    return None
+
+
+def plain_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention over whole K and V, [rows, q, heads, v_dim]: SDPA, or the plain formula for softcap and sinks."""
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is None and sinks is None:
+        mask = attention_mask.sdpa() if isinstance(attention_mask, MaskSpec) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
+    bias = attention_mask.materialise_bool() if isinstance(attention_mask, MaskSpec) else attention_mask
+    causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+    partial = plain(query, key, value, scale=scale, causal=causal, bias=bias, softcap=softcap)
+    return merge([partial], sinks=sinks, dtype=query.dtype).transpose(1, 2).contiguous()
+
+
+@outside_graphs
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> MaskSpec:
+    """What transformers' mask builders call for "tieredkv": the mask's description instead of a tensor."""
+    source = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **kwargs,
+    }
+    return MaskSpec(
+        batch=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=int(q_offset),
+        kv_offset=int(kv_offset),
+        mask_function=mask_function,
+        padding=attention_mask,
+        use_vmap=bool(kwargs.get("use_vmap", False)),
+        dtype=kwargs.get("dtype", torch.float32),
+        device=torch.device(kwargs.get("device", "cpu")),
+        is_causal=mask_function is causal_mask_function,
+        to_sdpa=lambda: sdpa_mask(**source),
+    )
+
+
+def register() -> None:
+    """Make "tieredkv" known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def passes_kwargs_to_update() -> bool:
+    """Whether models hand `update` the keywords that the attention function will get (transformers 5.24 and later)."""
+    from transformers.models.llama import modeling_llama
+
+    return "kwargs=kwargs" in inspect.getsource(modeling_llama.LlamaAttention.forward)
+
+
+def implementation_of(config: Any) -> str | None:
+    """The attention implementation a config names."""
+    return getattr(config, "_attn_implementation", None)
+
+
+register()

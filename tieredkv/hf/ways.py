@@ -1,0 +1,121 @@
+"""Which way each layer's attention gets K and V: over blocks, or gathered whole. Found out by probing, then kept.
+
+`update` returns tensors that carry a handle. While a layer's way is unknown they are all of the layer's K and V, so
+that any attention is right over them; if the attention function then sees the handle arrive untouched, blocks serve
+the layer from the next forward on. A handle over new tokens alone that nobody claims means a wrong step, and raises.
+
+Imports: errors, hf.layers, hf.seam.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tieredkv.errors import HandleError
+from tieredkv.hf.layers import Handle
+
+logger = logging.getLogger("tieredkv")
+
+
+class Ways:
+    """The way of each tiered layer of one cache.
+
+    Args:
+        tiered: the model's index of each tiered layer.
+        refusal: why blocks were not selected at all, or None.
+    """
+
+    def __init__(self, tiered: list[int], refusal: str | None) -> None:
+        self._tiered = tiered
+        self._ways = ["unknown"] * len(tiered)
+        self._reasons: list[str | None] = [refusal] * len(tiered)
+        self._with_keywords = [False] * len(tiered)
+        self._handles: dict[int, Handle] = {}
+        self._warned = False
+
+    @property
+    def all_blocks(self) -> bool:
+        """Whether every layer is attended over blocks."""
+        return bool(self._ways) and all(way == "blocks" for way in self._ways)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the first layer that gathers does, or None."""
+        if not self._ways:
+            return "the model has no full-attention layer"
+        return next((r for w, r in zip(self._ways, self._reasons, strict=True) if w != "blocks" and r), None)
+
+    def serves_blocks(self, layer: int, with_keywords: bool) -> bool:
+        """Whether new tokens alone may be returned: blocks serve the layer, and the call is like the probed one."""
+        return self._ways[layer] == "blocks" and self._with_keywords[layer] == with_keywords
+
+    def wants_handle(self, layer: int, selected: bool, with_keywords: bool) -> bool:
+        """Whether the tensors returned for this call carry a handle.
+
+        Args:
+            layer: tiered layer.
+            selected: the model uses the attention implementation "tieredkv".
+            with_keywords: the call carried the attention's keywords.
+        """
+        if self._ways[layer] == "unknown":
+            if selected:
+                self._with_keywords[layer] = with_keywords
+            elif self._reasons[layer] is None:
+                self._reasons[layer] = 'the attention implementation is not "tieredkv"'
+            return selected
+        return selected and self.serves_blocks(layer, with_keywords)
+
+    def issue(self, handle: Handle) -> None:
+        """Remember a handle that goes out with a layer's tensors."""
+        self._handles[handle.layer] = handle
+
+    def arrived(self, handle: Handle, reason: str | None) -> None:
+        """The attention function saw the handle; `reason` is why blocks cannot serve its call, or None."""
+        if self._ways[handle.layer] == "unknown":
+            self._choose(handle.layer, "blocks" if reason is None else "gather", reason)
+
+    def check_claims(self) -> None:
+        """Refuse to go on when the last layer's attention cannot have been right.
+
+        Raises:
+            HandleError: a handle over new tokens alone was not claimed.
+        """
+        for layer, handle in self._handles.items():
+            if not handle.claimed and not handle.full:
+                self._handles = {}
+                raise HandleError(
+                    f"Layer {self._tiered[layer]} got its new keys alone, and no attention over blocks followed; the "
+                    "step is not valid.",
+                    wanted='the attention implementation "tieredkv", as in the first forward',
+                    got="another attention, or a direct call of update",
+                    change="do not change the attention in mid-forward; reset the cache and prefill again",
+                )
+
+    def end_forward(self) -> None:
+        """Every layer was updated: settle what was probed.
+
+        Raises:
+            HandleError: as `check_claims`.
+        """
+        self.check_claims()
+        for layer, handle in self._handles.items():
+            if not handle.claimed and self._ways[layer] == "unknown":
+                self._choose(layer, "gather", "the attention function did not get the layer's key and value untouched")
+        self._handles = {}
+
+    def forget_forward(self) -> None:
+        """The forward was taken back."""
+        self._handles = {}
+
+    def copy(self) -> Ways:
+        """The same ways, without handles."""
+        twin = Ways(self._tiered, None)
+        twin._ways, twin._reasons = list(self._ways), list(self._reasons)
+        twin._with_keywords, twin._warned = list(self._with_keywords), self._warned
+        return twin
+
+    def _choose(self, layer: int, way: str, reason: str | None) -> None:
+        self._ways[layer], self._reasons[layer] = way, reason
+        if way == "gather" and not self._warned:
+            self._warned = True
+            logger.warning("tieredkv: whole K/V is gathered for attention: %s", reason)

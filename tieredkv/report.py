@@ -1,0 +1,123 @@
+"""Snapshots of a cache for people: statistics and the printed block table.
+
+Imports: block_table, stats; the cache for its type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from tieredkv.block_table import TableEntry
+from tieredkv.stats import CacheStats, PhaseStats, TierStats
+from tieredkv.store import BlockStore, Holder
+
+if TYPE_CHECKING:
+    from tieredkv.cache import TieredCache
+
+_NOTHING = TierStats(0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a report reads of a cache; see `CacheStats` for the figures.
+
+    Args:
+        store: the store, or None before the first forward.
+        holder: the cache's blocks in it.
+        tiered: the model's index of each tiered layer.
+    """
+
+    store: BlockStore | None
+    holder: Holder | None
+    tiered: tuple[int, ...]
+    gather_peak_bytes: int
+    other_layers_bytes: int
+    graphs: int
+    position_exempt: int
+
+
+def stats(cache: TieredCache) -> CacheStats:
+    """What the cache has done and holds; counters are its store's, which deep copies share."""
+    parts = cache.parts()
+    store, holder = parts.store, parts.holder
+    mode: Literal["blocks", "gather"] = "blocks" if cache.mode == "blocks" else "gather"
+    tiers = {role: _NOTHING if store is None else _tier(store, role) for role in ("hot", "warm", "cold")}
+    prefill, decode = (PhaseStats(), PhaseStats()) if store is None else store.counters.phases()
+    moves = {} if store is None else store.counters.moves()
+    counters = None if store is None else store.counters
+    return CacheStats(
+        mode=mode,
+        fallback_reason=cache.fallback_reason,
+        tokens=cache.get_seq_length(),
+        rows=0 if holder is None else len(holder.table),
+        block_size=cache.settings.block_size,
+        window_tokens=(cache.settings.window or 0) if store is None else store.budget.window_tokens,
+        codec=cache.settings.codec,
+        **tiers,
+        moves=moves,
+        verified_blocks=counters.verified_blocks if counters else 0,
+        checksum_failures=counters.checksum_failures if counters else 0,
+        retries=counters.retries if counters else 0,
+        stall_seconds=prefill.stall_seconds + decode.stall_seconds,
+        transfer_seconds=sum(move.seconds for move in moves.values()),
+        prefill=prefill,
+        decode=decode,
+        gather_peak_bytes=parts.gather_peak_bytes,
+        other_layers_bytes=parts.other_layers_bytes,
+        tier_failures=counters.tier_failures if counters else 0,
+        graphs=parts.graphs,
+        pinned_bytes=0 if store is None else store.device.pinned_bytes,
+        position_exempt=parts.position_exempt,
+    )
+
+
+def _tier(store: BlockStore, role: str) -> TierStats:
+    tier = store.tiers.get(role)
+    if tier is None:
+        return _NOTHING
+    staging = store.budget.staging_bytes if role == "hot" else 0
+    budget = store.budget.hot_bytes if role == "hot" else tier.budget_bytes
+    return TierStats(
+        budget_bytes=budget,
+        used_bytes=tier.used_bytes + staging,
+        peak_bytes=tier.peak_bytes + staging,
+        reserved_bytes=tier.reserved_bytes + staging,
+        blocks=tier.slots.used,
+        peak_blocks=tier.slots.peak_live,
+        hits=store.counters.hits[role],
+    )
+
+
+def block_table(cache: TieredCache) -> list[TableEntry]:
+    """One entry for each block of each row in each tiered layer."""
+    parts = cache.parts()
+    store, holder = parts.store, parts.holder
+    if store is None or holder is None:
+        return []
+    with store.lock:
+        return [
+            TableEntry(
+                row=row_index,
+                block_id=block.id,
+                layer_id=layer_idx,
+                token_range=(index * store.block_size, min((index + 1) * store.block_size, holder.tokens)),
+                location=block.location,
+                offset=_offset(store, block.location, getattr(block, block.location, None), layer),
+                last_access=holder.last_access,
+                ref_count=block.refs,
+            )
+            for row_index, row in enumerate(holder.table)
+            for index, block in enumerate(row)
+            for layer, layer_idx in enumerate(parts.tiered)
+        ]
+
+
+def _offset(store: BlockStore, location: str, slot: int | None, layer: int) -> int:
+    """Bytes from the start of the layer's first plane (hot, warm) or of a row-ordered file (cold) to the block."""
+    if slot is None:
+        return -1
+    if location == "cold":
+        return slot * store.mover.row_bytes[layer]
+    plane = store.tiers[location].layers[layer][0]
+    return slot * plane.block_bytes // plane.kv_heads

@@ -1,0 +1,290 @@
+"""The store: owns the tiers and every block, apart from the caches that use them; alone coordinates moves.
+
+Caches are its holders: each has a block table over blocks of the store, and several may share blocks (a deep copy
+does). The store hands out blocks and slots, frees what nobody refers to, makes room in hot, and applies moves when
+their copies are done. It never decides by how far a copy has come: only positions, counts and settings decide
+(placement.py), so that lossy codecs stay deterministic.
+
+Imports: errors, config, stats, block, codecs, device, tiers, block_table, plan, placement, transfer, prefetcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from tieredkv.block import Block, LayerGeometry
+from tieredkv.block_table import BlockTable
+from tieredkv.codecs import get_codec
+from tieredkv.config import CacheSettings
+from tieredkv.device import Device, Event
+from tieredkv.errors import BudgetError, ClosedError, TieredKVError
+from tieredkv.placement import Candidate, leaving_order
+from tieredkv.plan import ForwardPlan
+from tieredkv.prefetcher import Prefetcher
+from tieredkv.stats import Counters
+from tieredkv.store.moves import LOWER, MoveQueue
+from tieredkv.store.opening import Budget, open_tiers, staging_ring
+from tieredkv.tiers import Tier
+from tieredkv.transfer import Mover, read_regions
+
+__all__ = ["LOWER", "BlockStore", "Holder"]
+
+
+@dataclasses.dataclass(eq=False)
+class Holder:
+    """One cache as its store sees it.
+
+    Args:
+        table: its blocks.
+        tokens: tokens of each row that are committed.
+        priority: blocks of low priority leave hot first.
+        last_access: number of its last forward.
+        plan: the forward that is under way, or None.
+        seen_version: changes whenever the table does.
+    """
+
+    table: BlockTable
+    tokens: int = 0
+    priority: int = 0
+    last_access: int = 0
+    plan: ForwardPlan | None = None
+    seen_version: int = 0
+
+
+class BlockStore(MoveQueue):
+    """Blocks of one model in up to three tiers.
+
+    Args:
+        settings: sizes and choices.
+        layers: geometry of each tiered layer.
+        layer_devices: where each tiered layer's K and V come from.
+        device: streams, events and memory of the computing device.
+        rows: batch rows of the first forward, for sizes given in tokens.
+        fingerprint: names the model in cold files.
+
+    Raises:
+        BudgetError: hot cannot hold one block for each row beside the staging buffers.
+        ColdTierError: the cold folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        layers: Sequence[LayerGeometry],
+        layer_devices: Sequence[torch.device],
+        device: Device,
+        rows: int,
+        fingerprint: str,
+    ) -> None:
+        super().__init__()
+        self.settings, self.layers, self.device = settings, tuple(layers), device
+        self.layer_devices = list(layer_devices)
+        self.written: set[int] = set()
+        self.block_size = settings.block_size
+        self.codec = get_codec(settings.codec)
+        self.counters = Counters(settings.log_moves)
+        self.lock = device.lock()
+        self.forwards = 0
+        self.budget = Budget.resolve(settings, self.layers, self.codec, device, rows)
+        self.tiers: dict[str, Tier] = {}
+        self.hot, self.warm, self.cold = open_tiers(
+            self.budget, settings, self.layers, self.layer_devices, self.codec, device, fingerprint
+        )
+        self.tiers = {tier.role: tier for tier in (self.hot, self.warm, self.cold) if tier is not None}
+        self.mover = Mover(device, self.tiers, self.codec, self.layers, self.block_size, settings.verify, self.counters)
+        ring = staging_ring(self.budget, settings, self.layers, self.mover, self.codec, device)
+        self.prefetcher = Prefetcher(device, self.mover, ring, self.counters)
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.through: dict[int, list[Event]] = {}
+        self._used_hot: set[int] = set()
+        self._ids = itertools.count()
+        self._pid = os.getpid()
+        self._closed = False
+
+    # ---- holders and blocks
+
+    def holder(self) -> Holder:
+        """A new holder without rows."""
+        holder = Holder(BlockTable(self.block_size, self.release))
+        self.holders.add(holder)
+        return holder
+
+    def fork(self, holder: Holder) -> Holder:
+        """A second holder of the same blocks; whoever writes into a shared block first copies it."""
+        with self.lock:
+            twin = Holder(holder.table.fork(), holder.tokens, holder.priority, holder.last_access)
+            self.holders.add(twin)
+            return twin
+
+    def leave(self, holder: Holder) -> None:
+        """A cache is done: free its blocks, and close with the last holder."""
+        with self.lock:
+            if self._closed:
+                return
+            self.check_usable()
+            self.holders.discard(holder)
+            holder.plan = None
+            holder.table.clear()
+            if not self.holders:
+                self.close()
+
+    def new_block(self, *, hot: int | None = None) -> Block:
+        """A new unsealed block, with one reference."""
+        self.version += 1
+        return Block(next(self._ids), hot=hot, checksums=[None] * len(self.layers))
+
+    def take_hot(self, preferred: int | None) -> int:
+        """A free hot slot, the preferred one if it is free. Room was made before.
+
+        Raises:
+            BudgetError: no slot is free.
+        """
+        slot = self.hot.slots.allocate(preferred)
+        self.version += 1
+        return slot
+
+    def clean_hot(self, slot: int) -> None:
+        """Zero a slot that held something before: kernels multiply masked values by 0, and 0 times NaN is NaN."""
+        if slot in self._used_hot:
+
+            def zero() -> None:
+                for layer in range(len(self.layers)):
+                    for pool in self.hot.planes[layer]:
+                        pool[:, slot].zero_()
+
+            self.device.run(zero, writes=[("hot", slot)], name="clean slot")
+        self._used_hot.add(slot)
+
+    def release(self, block: Block) -> None:
+        """The last reference to a block went away: free its slots, now or when the copies that use them are done."""
+        with self.lock:
+            self.version += 1
+            for event in self.through.pop(block.id, ()):
+                with contextlib.suppress(TieredKVError, OSError):
+                    event.wait()
+            if block.id in self._moving:
+                return
+            if self.prefetcher.holds(block):
+                self.prefetcher.flush()
+            self._free_slots(block)
+
+    # ---- room in hot
+
+    def candidates(self, protected: set[int]) -> list[Candidate]:
+        """Hot sealed blocks that may leave; `protected` are ids that may not."""
+        found: dict[int, Candidate] = {}
+        for holder in self.holders:
+            end = holder.plan.total if holder.plan is not None else holder.tokens
+            for row in holder.table:
+                for index, block in enumerate(row):
+                    if block.hot is None or not block.sealed or block.id in protected:
+                        continue
+                    distance = end - (index + 1) * self.block_size
+                    old = found.get(block.id)
+                    if old is None or distance < old.distance:
+                        found[block.id] = Candidate(block, distance, holder.last_access, holder.priority)
+        return list(found.values())
+
+    def leave_hot(self, blocks: Sequence[Block], reason: str) -> int:
+        """Make blocks leave hot, and return how many did: those without a copy below are copied first.
+
+        Waits for the copies. A block whose copy failed stays.
+
+        Raises:
+            BudgetError: copies that are needed do not fit below.
+        """
+        missing = [b for b in blocks if not b.is_stored_below and not self.is_moving(b)]
+        self.start_move(missing, "hot", reason)
+        self.wait_for(blocks)
+        left = 0
+        for block in blocks:
+            if block.is_stored_below:
+                self.drop_copy(block, "hot")
+                left += 1
+        return left
+
+    def make_room(self, slots: int, protected: set[int], window_tokens: int, reason: str) -> None:
+        """Free hot slots until `slots` are free.
+
+        Raises:
+            BudgetError: not enough blocks can leave.
+        """
+        self.poll()
+        while (deficit := slots - self.hot.slots.free) > 0:
+            order = leaving_order(self.candidates(protected), window_tokens)
+            left = self.leave_hot([c.block for c in order[:deficit]], reason) if order else 0
+            if not left:
+                raise BudgetError(
+                    "No room in hot for the blocks of this forward.",
+                    wanted=f"{slots} free slots of {self.hot.slot_bytes} bytes",
+                    got=f"{self.hot.slots.free} free of {self.hot.slots.total}",
+                    change="enlarge hot=, use fewer batch rows, or a shorter prefill_chunk_size",
+                    tier="hot",
+                )
+
+    def load_hot(self, block: Block, slot: int) -> None:
+        """Read a whole block from below into a hot slot, all layers, and wait for it.
+
+        Raises:
+            ChecksumError, ColdTierError: it cannot be had.
+        """
+        part = slice(slot, slot + 1)
+
+        def load() -> None:
+            for layer in range(len(self.layers)):
+                k_pool, v_pool = self.hot.planes[layer]
+                scratch = None
+                if not self.codec.lossless:
+                    scratch = tuple(plane.empty(1, k_pool.device) for plane in self.mover.planes[layer])
+                self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch)
+
+        self._used_hot.add(slot)
+        self.device.up.submit(
+            load,
+            reads=read_regions([block]),
+            writes=[("hot", slot)],
+            after=[self.device.record()],
+            name="promote",
+        ).wait()
+
+    # ---- end
+
+    def check_usable(self) -> None:
+        """Refuse a store that was closed, or that belongs to the parent of this process.
+
+        Raises:
+            ClosedError: either.
+        """
+        if self._closed or os.getpid() != self._pid:
+            raise ClosedError(
+                "The cache cannot be used.",
+                wanted="an open cache in the process that made it",
+                got="a closed one" if self._closed else "a fork of it",
+                change="make a new cache; to move one to another process use pickle",
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wait for copies, give all memory and files back. May be called again."""
+        with self.lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            self.prefetcher.flush()
+            for move in self._moves:
+                with contextlib.suppress(TieredKVError, OSError):
+                    move.event.wait()
+            self.device.close()
+            for tier in self.tiers.values():
+                tier.close()

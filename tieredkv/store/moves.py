@@ -1,0 +1,193 @@
+"""Slots below hot, and the moves that fill them: queued, applied when their copies are done, given up when they fail.
+
+The part of a store that the rest of it builds on.
+
+Imports: errors, block, device, tiers, transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from tieredkv.block import Block, LayerGeometry
+from tieredkv.device import Device
+from tieredkv.errors import BudgetError, ColdTierError, TieredKVError
+from tieredkv.stats import Counters
+from tieredkv.tiers import Tier
+from tieredkv.transfer import Move, Mover
+
+logger = logging.getLogger("tieredkv")
+
+LOWER = ("warm", "cold")
+
+
+class MoveQueue:
+    """Moves of one store. The store sets what is declared here before it uses the rest."""
+
+    layers: tuple[LayerGeometry, ...]
+    device: Device
+    counters: Counters
+    tiers: dict[str, Tier]
+    mover: Mover
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.cold_failure: str | None = None
+        self._moves: list[Move] = []
+        self._moving: dict[int, Move] = {}
+
+    # ---- slots
+
+    def lower_free(self) -> int:
+        """Blocks that still fit below hot."""
+        return sum(self._free_in(role) for role in self.lower_tiers())
+
+    def _free_in(self, role: str) -> int:
+        """Blocks that still fit in a lower tier; none in a cold tier whose disk does not answer, which is given up."""
+        try:
+            return self.tiers[role].free_blocks()
+        except ColdTierError as failure:
+            self.give_up_cold(failure)
+            return 0
+
+    def lower_tiers(self) -> list[str]:
+        """The tiers below hot that can take blocks, fastest first."""
+        return [r for r in LOWER if r in self.tiers and not (r == "cold" and self.cold_failure)]
+
+    def take_lower(self, count: int) -> list[tuple[str, list[int]]]:
+        """Slots for `count` blocks below hot: warm while it has room, then cold. All of them or none.
+
+        Raises:
+            BudgetError: they do not fit; names the last tier.
+            ColdTierError: the cold tier refused although it had room; it is given up from now on.
+        """
+        taken: list[tuple[str, list[int]]] = []
+        for role in self.lower_tiers():
+            some = min(count, self._free_in(role))
+            if some:
+                try:
+                    taken.append((role, self.tiers[role].slots.allocate_many(some)))
+                except (ColdTierError, BudgetError) as failure:
+                    self.give_up_cold(failure)
+                    continue
+                count -= some
+        if count:
+            for role, slots in taken:
+                for slot in slots:
+                    self.tiers[role].slots.release(slot)
+            raise self.no_room_below(count)
+        return taken
+
+    def no_room_below(self, blocks: int) -> BudgetError:
+        """The error for `blocks` blocks that fit nowhere below hot."""
+        tier = "cold" if "cold" in self.tiers and not self.cold_failure else "warm"
+        block_bytes = sum(self.mover.row_bytes)
+        reason = f" (the cold tier was given up: {self.cold_failure})" if self.cold_failure else ""
+        return BudgetError(
+            f"The tokens do not fit in all tiers together{reason}.",
+            wanted=f"{blocks * block_bytes} more bytes ({blocks} blocks) in {tier}",
+            got="no room left below hot",
+            change=f"enlarge {tier}=, give cold= a folder, or a shorter context; see docs/guides/troubleshooting.md",
+            tier=tier,
+        )
+
+    def _free_slots(self, block: Block) -> None:
+        for role in ("hot", *LOWER):
+            self.drop_copy(block, role)
+        self.mover.forget(block)
+
+    def drop_copy(self, block: Block, role: str) -> None:
+        """Free a block's slot in one tier, if it has one there."""
+        slot = getattr(block, role)
+        if slot is None:
+            return
+        setattr(block, role, None)
+        self.version += 1
+        tier = self.tiers[role]
+        if self.device.kind == "simulated" and role != "cold":
+            planes = [p for layer in range(len(self.layers)) for p in tier.run(layer, slot, 1) or ()]
+            self.device.poison(planes, (role, slot))
+        tier.slots.release(slot)
+
+    # ---- moves
+
+    def start_move(self, blocks: Sequence[Block], source: str, reason: str, targets: Sequence[str] = LOWER) -> None:
+        """Queue copies of sealed blocks to lower tiers.
+
+        Raises:
+            BudgetError: they do not fit.
+        """
+        if not blocks:
+            return
+        if tuple(targets) == LOWER:
+            places = self.take_lower(len(blocks))
+        else:
+            places = [(targets[0], self.tiers[targets[0]].slots.allocate_many(len(blocks)))]
+        first = 0
+        for role, slots in places:
+            some = blocks[first : first + len(slots)]
+            first += len(slots)
+            for slot in slots:
+                self.tiers[role].slots.begin_flight(slot)
+            move = self.mover.demote(some, source, role, slots, reason)
+            self._moves.append(move)
+            self._moving |= {block.id: move for block in some}
+
+    def poll(self) -> None:
+        """Apply the moves whose copies are done."""
+        for move in [m for m in self._moves if m.event.done()]:
+            self._apply(move)
+
+    def wait_for(self, blocks: Iterable[Block]) -> None:
+        """Wait for the moves that carry these blocks, and apply them."""
+        for move in dict.fromkeys(self._moving[b.id] for b in blocks if b.id in self._moving):
+            self._apply(move)
+
+    def wait_all(self) -> None:
+        """Wait for every move and apply it."""
+        for move in list(self._moves):
+            self._apply(move)
+
+    def is_moving(self, block: Block) -> bool:
+        """Whether a copy of the block is on its way down."""
+        return block.id in self._moving
+
+    def _apply(self, move: Move) -> None:
+        if move not in self._moves:
+            return
+        self._moves.remove(move)
+        failure: Exception | None = None
+        try:
+            move.event.wait()
+        except (TieredKVError, OSError) as error:
+            failure = error
+        slots = self.tiers[move.target].slots
+        for block, slot in zip(move.blocks, move.slots, strict=True):
+            del self._moving[block.id]
+            slots.end_flight(slot)
+            if failure is not None:
+                slots.release(slot)
+            else:
+                setattr(block, move.target, slot)
+                if move.source != "hot":
+                    self.drop_copy(block, move.source)
+            if block.refs == 0:
+                self._free_slots(block)
+        self.version += 1
+        if failure is not None:
+            self._lower_failed(move.target, failure)
+
+    def _lower_failed(self, role: str, failure: Exception) -> None:
+        self.counters.failed(tier=1)
+        if role == "cold":
+            self.give_up_cold(failure)
+        else:
+            logger.warning("tieredkv: a copy to %s failed and its blocks stay hot: %s", role, failure)
+
+    def give_up_cold(self, failure: Exception) -> None:
+        """Stop writing to the cold tier; what it holds is still read."""
+        if self.cold_failure is None:
+            self.cold_failure = str(failure)
+            self.counters.failed(tier=1)
+            logger.warning("tieredkv: going on without the cold tier: %s", failure)

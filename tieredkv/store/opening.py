@@ -1,0 +1,190 @@
+"""Turns settings into bytes and slots, and opens the tiers and staging buffers of a store.
+
+Imports: errors, config, block, codecs, device, tiers, placement, transfer, prefetcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from tieredkv.block import LayerGeometry
+from tieredkv.codecs import Codec, get_codec
+from tieredkv.config import CacheSettings, Size
+from tieredkv.device import Device
+from tieredkv.errors import BudgetError
+from tieredkv.placement import fitting_window, window_blocks
+from tieredkv.prefetcher import Staging, staging_bytes
+from tieredkv.tiers import ColdTier, HotTier, WarmTier, cold_bytes
+from tieredkv.transfer import Mover
+
+HOT_SHARE = 0.5
+WARM_SHARE = 0.25
+STAGING_SHARE = 8
+"""Staging takes at most one part in so many of the hot budget, and at least one block of one layer for each buffer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Sizes of one store, in bytes and slots.
+
+    Args:
+        hot_bytes: most device bytes, staging included.
+        hot_slots: blocks that fit beside the staging buffers.
+        staging_bytes: bytes of all staging buffers together.
+        chunk_blocks: blocks of one staging buffer; 0 when there is no lower tier.
+        warm_bytes: most host bytes.
+        warm_slots: blocks, as encoded, that fit.
+        cold_bytes: most disk bytes, or None.
+        window_tokens: most recent tokens of each row that stay hot.
+        rows: batch rows the sizes were made for.
+    """
+
+    hot_bytes: int
+    hot_slots: int
+    staging_bytes: int
+    chunk_blocks: int
+    warm_bytes: int
+    warm_slots: int
+    cold_bytes: int | None
+    window_tokens: int
+    rows: int
+
+    @classmethod
+    def resolve(
+        cls, settings: CacheSettings, layers: Sequence[LayerGeometry], codec: Codec, device: Device, rows: int
+    ) -> Budget:
+        """Bytes and slots for the first forward's rows.
+
+        Raises:
+            BudgetError: hot cannot hold one block for each row beside the staging buffers, hot is more than the
+                device has, or the window that was asked for does not fit.
+        """
+        size = settings.block_size
+        token_bytes = sum(layer.token_bytes for layer in layers)
+        row_bytes = [sum(p.block_bytes for p in codec.planes(layer, size)) for layer in layers]
+        hot_bytes = _size(settings.hot, token_bytes, rows, int(HOT_SHARE * device.free_bytes()))
+        warm_bytes = _size(settings.warm, token_bytes, rows, int(WARM_SHARE * device.host_free_bytes()))
+        if hot_bytes > device.total_bytes():
+            raise BudgetError(
+                "The hot tier is larger than the device.",
+                wanted=f"at most {device.total_bytes()} bytes",
+                got=f"hot={hot_bytes} bytes",
+                change="a smaller hot=",
+                tier="hot",
+            )
+        warm_slots = warm_bytes // sum(row_bytes)
+        has_lower = warm_slots > 0 or settings.cold_settings is not None
+        each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * settings.staging_buffers
+        chunk_blocks = 0
+        if has_lower:
+            most = max(settings.chunk_tokens // size, 1)
+            chunk_blocks = max(min(hot_bytes // STAGING_SHARE // each, most), 1)
+        slots = max(hot_bytes - each * chunk_blocks, 0) // (token_bytes * size)
+        if slots < max(rows, 1):
+            raise BudgetError(
+                "The hot tier cannot hold one block for each batch row beside its staging buffers.",
+                wanted=f"at least {max(rows, 1) * token_bytes * size + each * chunk_blocks} bytes for {rows} rows",
+                got=f"hot={hot_bytes} bytes",
+                change="enlarge hot=, or take a smaller block_size=",
+                tier="hot",
+            )
+        cold = settings.cold_settings
+        cap = cold.cap_size if cold is not None else None
+        cold_cap_bytes = None if cap is None else _cap_bytes(cap, settings, layers, codec, rows)
+        window = _window(settings, slots, rows)
+        return cls(
+            hot_bytes, slots, each * chunk_blocks, chunk_blocks, warm_bytes, warm_slots, cold_cap_bytes, window, rows
+        )
+
+
+def _size(size: Size | int | str | None, token_bytes: int, rows: int, default: int) -> int:
+    return default if size is None else Size.parse(size).resolve(token_bytes, rows)
+
+
+def _cap_bytes(cap: Size, settings: CacheSettings, layers: Sequence[LayerGeometry], codec: Codec, rows: int) -> int:
+    """The cap in bytes; one given in tokens makes room for the files' headers too."""
+    if cap.bytes_ is not None:
+        return cap.bytes_
+    size = settings.block_size
+    blocks = -(-(cap.tokens_per_row or 0) // size) * max(rows, 1)
+    planes = [codec.planes(layer, size) for layer in layers]
+    return cold_bytes(planes, blocks, block_size=size, codec=codec.name, fingerprint="0" * 32)
+
+
+def _window(settings: CacheSettings, slots: int, rows: int) -> int:
+    if settings.window is None:
+        return fitting_window(slots, rows, settings.block_size)
+    needed = window_blocks(settings.window, settings.block_size) * max(rows, 1)
+    if needed > slots:
+        raise BudgetError(
+            "The window that was asked for is larger than the hot tier.",
+            wanted=f"{needed} hot slots for window={settings.window} and {rows} rows",
+            got=f"{slots} slots beside the staging buffers",
+            change="enlarge hot=, a smaller window=, or fewer rows",
+            tier="hot",
+        )
+    return settings.window
+
+
+def open_tiers(
+    budget: Budget,
+    settings: CacheSettings,
+    layers: Sequence[LayerGeometry],
+    layer_devices: Sequence[torch.device],
+    codec: Codec,
+    device: Device,
+    fingerprint: str,
+) -> tuple[HotTier, WarmTier | None, ColdTier | None]:
+    """The tiers; warm and cold are None where they were not asked for.
+
+    Raises:
+        ColdTierError: the cold folder cannot be used.
+    """
+    size = settings.block_size
+    raw = get_codec("raw")
+    hot_planes = [raw.planes(layer, size) for layer in layers]
+    planes = [codec.planes(layer, size) for layer in layers]
+
+    def empty(layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # Zeros, since a kernel may multiply what lies behind a block's last token by 0, and 0 times NaN is NaN. On a
+        # CPU the system hands out zero pages as they are touched, so this costs nothing.
+        return torch.zeros(shape, dtype=dtype, device=layer_devices[layer])
+
+    cold_settings = settings.cold_settings
+    cold = None
+    if cold_settings is not None:
+        cold = ColdTier(
+            cold_settings.path,
+            planes,
+            block_size=size,
+            codec=codec.name,
+            fingerprint=fingerprint,
+            cap_bytes=budget.cold_bytes,
+            free_floor_bytes=cold_settings.free_floor_bytes,
+        )
+    warm = None
+    if budget.warm_slots:
+        pieces: Literal["one", "growing"] = "growing" if device.kind == "cuda" else "one"
+        warm = WarmTier(planes, budget.warm_slots, device.host_empty, pieces=pieces)
+    return HotTier(hot_planes, budget.hot_slots, empty), warm, cold
+
+
+def staging_ring(
+    budget: Budget,
+    settings: CacheSettings,
+    layers: Sequence[LayerGeometry],
+    mover: Mover,
+    codec: Codec,
+    device: Device,
+) -> list[Staging]:
+    """The staging buffers; none when there is no lower tier."""
+    if not budget.chunk_blocks:
+        return []
+    return [
+        Staging(layers, mover, budget.chunk_blocks, settings.block_size, codec.lossless, device.empty)
+        for _ in range(settings.staging_buffers)
+    ]

@@ -1,0 +1,122 @@
+"""Where a forward reads the tokens it attends to: runs in hot, runs in warm (in place), chunks through staging.
+
+Blocks that several rows share are read once for all of them. What lies in full blocks is worked out only when the
+table or the placement changed; each step then adds the row's last block.
+
+Imports: block, plan, store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tieredkv.block import Block
+from tieredkv.plan import Chunk, ForwardPlan, Run
+from tieredkv.store.blocks import BlockStore, Holder
+
+
+def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardPlan:
+    """Complete a plan with what it reads.
+
+    A single new token in each row is attended where it was written, with the tokens before it; of several new tokens,
+    only the past is listed, and the new ones are attended where the model made them.
+    """
+    visible = plan.total if plan.new == 1 else plan.past
+    hot_runs, warm_runs, chunks = split_reads(store, holder, visible)
+    write_index = None
+    row_slots = None
+    if plan.new == 1:
+        index = [write.start for write in plan.hot_writes]
+        write_index = torch.tensor(index, dtype=torch.int64, device=store.device.torch_device)
+        if not warm_runs and not chunks:
+            row_slots = tuple(tuple(b.hot for b in row if b.hot is not None) for row in holder.table)
+    store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)
+    store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
+    for chunk in chunks:
+        for block in chunk.blocks:
+            store.counters.hits["warm" if block.warm is not None else "cold"] += len(store.layers)
+    return dataclasses.replace(
+        plan, hot_runs=hot_runs, warm_runs=warm_runs, chunks=chunks, write_index=write_index, row_slots=row_slots
+    )
+
+
+def split_reads(
+    store: BlockStore, holder: Holder, visible: int
+) -> tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]:
+    """Where the first `visible` tokens of each row are read: runs in hot, runs in warm, chunks through staging."""
+    return _split(store, _groups(holder, visible, store.block_size))
+
+
+@dataclasses.dataclass
+class _Group:
+    rows: tuple[int, ...]
+    position: int
+    tokens: int
+    block: Block
+
+
+def _groups(holder: Holder, visible: int, size: int) -> list[_Group]:
+    """Each block that holds visible tokens, with the rows that see it, in row order."""
+    count = -(-visible // size)
+    if len(holder.table) == 1:
+        row = holder.table.rows[0]
+        return [_Group((0,), i * size, min(size, visible - i * size), row[i]) for i in range(count)]
+    found: dict[int, _Group] = {}
+    for row_index, row in enumerate(holder.table):
+        for i in range(count):
+            block = row[i]
+            group = found.get(block.id)
+            if group is None:
+                found[block.id] = _Group((row_index,), i * size, min(size, visible - i * size), block)
+            elif group.rows[-1] != row_index:
+                group.rows += (row_index,)
+    return list(found.values())
+
+
+def _split(store: BlockStore, groups: list[_Group]) -> tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]:
+    hot: list[Run] = []
+    warm: list[Run] = []
+    streamed: list[_Group] = []
+    in_place = store.settings.read_in_place and store.device.addresses_host and store.codec.lossless
+    size = store.block_size
+    for group in groups:
+        block = group.block
+        if block.hot is not None:
+            _extend(hot, group, block.hot, size)
+        elif in_place and block.warm is not None:
+            _extend(warm, group, block.warm, size)
+        else:
+            streamed.append(group)
+    return tuple(hot), tuple(warm), _chunks(streamed, store.prefetcher.chunk_blocks, size)
+
+
+def _extend(runs: list[Run], group: _Group, slot: int, size: int) -> None:
+    """Append a block to the last run if it follows it in the pool and in its rows, else start a run."""
+    start = slot * size
+    if runs:
+        last = runs[-1]
+        follows = last.start + last.tokens == start and last.position + last.tokens == group.position
+        if follows and last.rows == group.rows:
+            runs[-1] = Run(
+                last.rows, last.start, last.tokens + group.tokens, last.position, (*last.blocks, group.block)
+            )
+            return
+    runs.append(Run(group.rows, start, group.tokens, group.position, (group.block,)))
+
+
+def _chunks(groups: list[_Group], chunk_blocks: int, size: int) -> tuple[Chunk, ...]:
+    chunks: list[Chunk] = []
+    for group in groups:
+        if chunks:
+            last = chunks[-1]
+            if (
+                len(last.blocks) < chunk_blocks
+                and last.rows == group.rows
+                and last.position + last.tokens == group.position
+            ):
+                chunks[-1] = Chunk(last.rows, last.position, (*last.blocks, group.block), last.tokens + size)
+                continue
+        chunks.append(Chunk(group.rows, group.position, (group.block,), size))
+    return tuple(chunks)

@@ -1,0 +1,93 @@
+"""What a caller asks of a cache apart from forwards: reserve, demote, promote.
+
+Imports: errors, placement, store, planner.
+"""
+
+from __future__ import annotations
+
+from tieredkv.block import Block
+from tieredkv.errors import BudgetError, ConfigError
+from tieredkv.store.blocks import LOWER, BlockStore, Holder
+from tieredkv.store.planner import settle
+
+
+def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
+    """Check that `tokens` tokens of each row fit in all tiers together.
+
+    Raises:
+        BudgetError: they do not; says by how much.
+    """
+    rows, size = len(holder.table), store.block_size
+    needed = -(-tokens // size) * rows
+    mine = sum(1 for _ in holder.table.blocks())
+    below = store.lower_free()
+    duplicates = sum(1 for c in store.candidates(set()) if c.block.is_stored_below)
+    room = mine + store.hot.slots.free + below + duplicates
+    if needed > room:
+        block_bytes = store.hot.slot_bytes
+        tier = (store.lower_tiers() or ["hot"])[-1]
+        raise BudgetError(
+            f"{tokens} tokens of {rows} rows do not fit in all tiers together.",
+            wanted=f"{needed * block_bytes} bytes ({needed} blocks)",
+            got=f"room for {room} blocks, {(needed - room) * block_bytes} bytes short",
+            change=f"enlarge {tier}=, or fewer tokens or rows",
+            tier=tier,
+        )
+
+
+def demote(store: BlockStore, holder: Holder, tier: str) -> int:
+    """Move every sealed block that is not there yet out of hot, to warm or cold.
+
+    Raises:
+        ConfigError: no such tier.
+        BudgetError: they do not fit there.
+    """
+    if tier not in LOWER or tier not in store.tiers:
+        raise ConfigError(
+            "No such tier to demote to.",
+            wanted=" or ".join(r for r in LOWER if r in store.tiers) or "a cache with a lower tier",
+            got=repr(tier),
+            change="give warm= or cold= when the cache is made",
+        )
+    with store.lock:
+        settle(store, holder)
+        store.wait_all()
+        sealed = [block for block in holder.table.blocks() if block.sealed]
+        moving = [block for block in sealed if block.hot is not None and getattr(block, tier) is None]
+        fresh = [block for block in moving if not block.is_stored_below]
+        if tier == "cold":
+            fresh += [block for block in sealed if block.warm is not None and block.cold is None and block not in fresh]
+        room = store.tiers[tier].free_blocks()
+        if len(fresh) > room:
+            raise BudgetError(
+                f"The blocks do not fit in {tier}.",
+                wanted=f"{len(fresh)} free slots of {store.tiers[tier].slot_bytes} bytes",
+                got=f"{room} free",
+                change=f"enlarge {tier}=",
+                tier=tier,
+            )
+        for source in ("hot", "warm"):
+            some = [b for b in fresh if (b.warm is None) == (source == "hot")]
+            store.start_move(some, source, "request", targets=(tier,))
+        store.wait_all()
+        left = [block for block in sealed if block.hot is not None and block.is_stored_below]
+        for block in left:
+            store.drop_copy(block, "hot")
+        return len(left) + sum(1 for block in fresh if block not in left)
+
+
+def promote(store: BlockStore, holder: Holder) -> int:
+    """Bring blocks back to hot, most recent first, up to the watermark. Their lower copies stay."""
+    with store.lock:
+        settle(store, holder)
+        store.wait_all()
+        room = int(store.settings.watermark * store.hot.slots.total) - store.hot.slots.used
+        wanted: list[Block] = []
+        for row in holder.table:
+            wanted += [block for block in reversed(row) if block.hot is None]
+        chosen = list(dict.fromkeys(wanted))[: max(room, 0)]
+        for block in chosen:
+            slot = store.take_hot(None)
+            store.load_hot(block, slot)
+            block.hot = slot
+        return len(chosen)

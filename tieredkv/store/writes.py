@@ -1,0 +1,71 @@
+"""Writes a layer's new keys and values where the plan says: hot slots at once, lower tiers in the background.
+
+Imports: errors, plan, store.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tieredkv.block import LayerGeometry
+from tieredkv.errors import MismatchError
+from tieredkv.plan import ForwardPlan
+from tieredkv.store.blocks import BlockStore
+
+
+def check_tensors(store: BlockStore, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse tensors that are not this layer's.
+
+    Raises:
+        MismatchError: shape, dtype or device differ from what the layer was made with.
+    """
+    got = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+    if got == store.layers[layer] and value.dtype == key.dtype and value.shape[:3] == key.shape[:3]:
+        if store.layer_devices[layer] == key.device:
+            return
+        if layer not in store.written:
+            store.layer_devices[layer] = key.device
+            return
+    raise MismatchError(
+        f"Keys and values that do not belong to tiered layer {layer} of this cache.",
+        wanted=f"{store.layers[layer]} on {store.layer_devices[layer]}",
+        got=f"{got}, values {tuple(value.shape)} {value.dtype} on {key.device}",
+        change="use one cache per model, dtype and device; reset() keeps these, so make a new cache",
+    )
+
+
+def write(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write [rows, kv_heads, new, dim] keys and values of one layer."""
+    store.written.add(layer)
+    if store.device.kind == "simulated":
+        regions = [("hot", slot) for write in plan.hot_writes for slot in _slots(write.start, write.tokens, store)]
+        store.device.run(lambda: _write_hot(store, plan, layer, key, value), writes=regions, name="write new")
+    else:
+        _write_hot(store, plan, layer, key, value)
+    for through in plan.through_writes:
+        last = through.source + len(through.blocks) * store.block_size
+        k = key[through.row, :, through.source : last]
+        v = value[through.row, :, through.source : last]
+        event = store.mover.write_through(through, layer, k, v)
+        for block in through.blocks:
+            store.through[block.id].append(event)
+
+
+def _write_hot(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    k_pool, v_pool = store.hot.planes[layer]
+    k_flat, v_flat = k_pool.flatten(1, 2), v_pool.flatten(1, 2)  # [kv_heads, slots * block_size, dim]
+    if plan.write_index is not None:
+        k_flat.index_copy_(1, plan.write_index.to(key.device), key[:, :, 0].transpose(0, 1))
+        v_flat.index_copy_(1, plan.write_index.to(key.device), value[:, :, 0].transpose(0, 1))
+        return
+    for write in plan.hot_writes:
+        target, source = (
+            slice(write.start, write.start + write.tokens),
+            slice(write.source, write.source + write.tokens),
+        )
+        k_flat[:, target].copy_(key[write.row, :, source])
+        v_flat[:, target].copy_(value[write.row, :, source])
+
+
+def _slots(start: int, tokens: int, store: BlockStore) -> range:
+    return range(start // store.block_size, (start + tokens - 1) // store.block_size + 1)

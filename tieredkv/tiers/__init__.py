@@ -1,0 +1,32 @@
+"""The tiers that hold blocks: hot (device), warm (host) and cold (disk), behind one interface.
+
+Imports: its own modules.
+"""
+
+from __future__ import annotations
+
+from tieredkv.tiers.base import Role, Tier, copy_blocks, runs, slot_bytes
+from tieredkv.tiers.cold import ColdTier, blocks_per_file, cold_bytes
+from tieredkv.tiers.hot import HotTier, LayerEmpty
+from tieredkv.tiers.rows import pack_rows, row_bytes, unpack_rows
+from tieredkv.tiers.slots import SlotPool
+from tieredkv.tiers.warm import HostEmpty, WarmTier
+
+__all__ = [
+    "ColdTier",
+    "HostEmpty",
+    "HotTier",
+    "LayerEmpty",
+    "Role",
+    "SlotPool",
+    "Tier",
+    "WarmTier",
+    "blocks_per_file",
+    "cold_bytes",
+    "copy_blocks",
+    "pack_rows",
+    "row_bytes",
+    "runs",
+    "slot_bytes",
+    "unpack_rows",
+]

@@ -1,0 +1,242 @@
+"""The cold tier of a running cache: blocks in safetensors files in a folder of its own, without fsync.
+
+What lies here is private and goes with the cache; nothing of it is found again by another process.
+
+Imports: block, errors, tiers.base, tiers.slots, tiers.rows, tiers.cold_folder, tiers.cold_files, tiers.cold_layout.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+
+import torch
+
+from tieredkv.block import Plane, Planes
+from tieredkv.errors import BudgetError, ConfigError, MismatchError
+from tieredkv.tiers.base import Tier, slot_bytes
+from tieredkv.tiers.cold_files import SpillFiles
+from tieredkv.tiers.cold_folder import SpillFolder
+from tieredkv.tiers.cold_layout import SpillLayout, spill_layout, spill_metadata
+from tieredkv.tiers.rows import pack_rows, unpack_rows
+from tieredkv.tiers.slots import SlotPool
+
+TARGET_FILE_BYTES = 8 << 20
+MAX_FILE_BLOCKS = 64
+MAX_OPEN_FILES = 64
+
+
+def blocks_per_file(block_bytes: int) -> int:
+    """Blocks that share a file: about 8 MiB, at least one and at most 64."""
+    return min(MAX_FILE_BLOCKS, max(1, round(TARGET_FILE_BYTES / block_bytes)))
+
+
+class _Plan:
+    """Which file holds which slots: all files take `per_file` blocks, the last below a cap may take fewer."""
+
+    def __init__(self, layers: Sequence[tuple[Plane, ...]], metadata: Mapping[str, str], cap_bytes: int | None) -> None:
+        self.per_file = blocks_per_file(slot_bytes(layers))
+        self._layout = lru_cache(maxsize=2)(partial(spill_layout, tuple(layers), metadata=metadata))
+        self.full = self.layout_of(self.per_file)
+        self.capacity: int | None = None
+        if cap_bytes is not None:
+            files, rest = divmod(cap_bytes, self.full.file_bytes)
+            # A smaller file has no longer header.
+            self.capacity = files * self.per_file + max(0, rest - len(self.full.header)) // slot_bytes(layers)
+
+    def layout_of(self, blocks: int) -> SpillLayout:
+        return self._layout(blocks=blocks)
+
+    def layout(self, number: int) -> SpillLayout:
+        first = number * self.per_file
+        if self.capacity is None or self.capacity - first >= self.per_file:
+            return self.full
+        return self.layout_of(self.capacity - first)
+
+
+def cold_bytes(
+    layers: Sequence[tuple[Plane, ...]], blocks: int, *, block_size: int, codec: str, fingerprint: str
+) -> int:
+    """The smallest `cap_bytes` that has room for `blocks` blocks: their bytes and the headers of their files."""
+    plan = _Plan(layers, spill_metadata(layers, block_size=block_size, codec=codec, fingerprint=fingerprint), None)
+    whole, rest = divmod(blocks, plan.per_file)
+    rest_bytes = len(plan.full.header) + rest * slot_bytes(layers) if rest else 0
+    return whole * plan.full.file_bytes + rest_bytes
+
+
+class ColdTier(Tier):
+    """Blocks on disk. Reads and writes of different slots may run in several threads at once.
+
+    Args:
+        path: a directory, made if missing; the tier works in a locked folder of its own in it, and first removes the
+            folders of caches that are gone.
+        layers: for each layer the planes of its blocks as stored.
+        block_size: tokens of a block, for the files' headers.
+        codec: name of the codec, for the files' headers.
+        fingerprint: what identifies the model, for the files' headers.
+        cap_bytes: the most all files together may take, headers included (see `cold_bytes`); None for no limit, then
+            slots are added a file at a time.
+        free_floor_bytes: bytes to leave free on the disk.
+
+    Raises:
+        ColdTierError: the directory cannot be used.
+        ConfigError: the cap holds no block.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layers: Sequence[tuple[Plane, ...]],
+        *,
+        block_size: int,
+        codec: str,
+        fingerprint: str,
+        cap_bytes: int | None = None,
+        free_floor_bytes: int = 0,
+    ) -> None:
+        metadata = spill_metadata(layers, block_size=block_size, codec=codec, fingerprint=fingerprint)
+        self._plan = plan = _Plan(layers, metadata, cap_bytes)
+        if plan.capacity == 0:
+            raise ConfigError(
+                "The cold cap is too small for one block.",
+                wanted=f"at least {cold_bytes(layers, 1, block_size=block_size, codec=codec, fingerprint=fingerprint)}",
+                got=cap_bytes,
+                change="raise the cap, use a smaller block_size, or leave cold out",
+            )
+        folder = SpillFolder(path)
+        files = SpillFiles(folder.path, plan.layout, free_floor_bytes=free_floor_bytes, max_open=MAX_OPEN_FILES)
+        # Refers to the tier nowhere, so that an abandoned tier is finalised at once and not by the cycle collector.
+        growth = _Growth(files, plan) if plan.capacity is None else None
+        super().__init__(
+            "cold", layers, SlotPool(plan.capacity or 0, tier="cold", spread=False, growth=growth), cap_bytes
+        )
+        self._files = files
+        self.folder = folder.path
+        self.swept_folders = folder.swept
+        self._finalizer = weakref.finalize(self, _shut, files, folder)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the files on disk, headers included."""
+        return self._files.disk_bytes
+
+    def free_blocks(self) -> int:
+        """Blocks that can be allocated and written now, within the cap and the disk's free-space floor.
+
+        Raises:
+            ColdTierError: the disk does not answer.
+        """
+        in_new_files = self._files.room_bytes() // self._plan.full.file_bytes * self._plan.per_file
+        room = max(0, self._files.blocks - self.slots.used + in_new_files)
+        return room if self._plan.capacity is None else min(self.slots.free, room)
+
+    def write(self, layer: int, slots: Sequence[int], planes: Planes, *, non_blocking: bool = False) -> None:
+        """See `Tier.write`; always blocking."""
+        self._check(layer, len(slots), planes)
+        rows = torch.empty((len(slots), self._plan.full.row_bytes[layer]), dtype=torch.uint8)
+        pack_rows(self.layers[layer], planes, rows)
+        self.write_rows(layer, slots, rows)
+
+    def read(self, layer: int, slots: Sequence[int], out: Planes, *, non_blocking: bool = False) -> None:
+        """See `Tier.read`; always blocking."""
+        self._check(layer, len(slots), out)
+        unpack_rows(self.layers[layer], self.read_rows(layer, slots), out)
+
+    def write_rows(self, layer: int, slots: Sequence[int], rows: torch.Tensor) -> None:
+        """Write n blocks as they lie on disk.
+
+        Args:
+            layer: layer index.
+            slots: n distinct slots.
+            rows: uint8 `[n, row_bytes]` on the CPU, contiguous (see tiers.rows).
+
+        Raises:
+            MismatchError, ColdTierError, ClosedError: as for `write`.
+        """
+        row_bytes = self._check_rows(layer, len(slots), rows)
+        data = rows.numpy().reshape(-1).data
+        for index, start, length in self.runs(slots):
+            number, at = divmod(start, self._plan.per_file)
+            offset = self._plan.layout(number).offset(layer, at)
+            self._files.write(number, offset, data[index * row_bytes : (index + length) * row_bytes])
+
+    def read_rows(self, layer: int, slots: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read n blocks as they lie on disk.
+
+        Args:
+            layer: layer index.
+            slots: n slots.
+            out: where to put them, uint8 `[n, row_bytes]` on the CPU, contiguous; a new tensor if None.
+
+        Returns:
+            The rows, uint8 `[n, row_bytes]`; `out` is undefined after an error.
+
+        Raises:
+            MismatchError, ColdTierError, ClosedError: as for `read`.
+        """
+        if out is None:
+            self._check_layer(layer)
+            out = torch.empty((len(slots), self._plan.full.row_bytes[layer]), dtype=torch.uint8)
+        row_bytes = self._check_rows(layer, len(slots), out)
+        data = out.numpy().reshape(-1).data
+        for index, start, length in self.runs(slots):
+            number, at = divmod(start, self._plan.per_file)
+            offset = self._plan.layout(number).offset(layer, at)
+            self._files.read(number, offset, data[index * row_bytes : (index + length) * row_bytes])
+        return out
+
+    def trim(self) -> int:
+        """Delete the files that hold no block; returns the bytes given back to the disk. Slots stay in the pool."""
+        return self._files.delete_where(self._is_unused)
+
+    def close(self) -> None:
+        """Remove the tier's folder and release its lock."""
+        super().close()
+        self._finalizer()
+
+    def _is_unused(self, number: int) -> bool:
+        first, blocks = number * self._plan.per_file, self._plan.layout(number).blocks
+        return self.slots.free_in(first, first + blocks) == blocks
+
+    def _border(self, slot: int) -> int:
+        return (slot // self._plan.per_file + 1) * self._plan.per_file
+
+    def _check_rows(self, layer: int, count: int, rows: torch.Tensor) -> int:
+        self._check_layer(layer)
+        row_bytes = self._plan.full.row_bytes[layer]
+        if rows.shape != (count, row_bytes) or rows.dtype != torch.uint8 or not rows.is_contiguous() or not rows.is_cpu:
+            raise MismatchError(
+                f"These are not {count} rows of layer {layer}.",
+                wanted=f"contiguous uint8 {(count, row_bytes)} on cpu",
+                got=f"{rows.dtype} {tuple(rows.shape)} on {rows.device}",
+                change="pack blocks with tiers.rows",
+            )
+        return row_bytes
+
+
+class _Growth:
+    """Adds slots to an uncapped pool, a file at a time, while the disk has room for all that was added before."""
+
+    def __init__(self, files: SpillFiles, plan: _Plan) -> None:
+        self._files, self._plan, self._slots = files, plan, 0
+
+    def __call__(self) -> int:
+        unmade = (self._slots - self._files.blocks) // self._plan.per_file
+        room_bytes = self._files.room_bytes() - unmade * self._plan.full.file_bytes
+        if room_bytes < self._plan.full.file_bytes:
+            raise BudgetError(
+                "The cold tier's disk is full up to its free-space floor.",
+                wanted=f"{self._plan.full.file_bytes} bytes for one more file",
+                got=f"{max(0, room_bytes)} bytes",
+                change="free space on that disk, lower the floor, or put the cold directory elsewhere",
+                tier="cold",
+            )
+        self._slots += self._plan.per_file
+        return self._plan.per_file
+
+
+def _shut(files: SpillFiles, folder: SpillFolder) -> None:
+    files.close()
+    folder.remove()

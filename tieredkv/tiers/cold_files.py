@@ -1,0 +1,228 @@
+"""The spill files in a private folder: made on demand, kept open up to a limit, read and written at offsets.
+
+Imports: errors, tiers.cold_folder, tiers.cold_layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tieredkv.errors import ClosedError, ColdTierError
+from tieredkv.tiers.cold_folder import cold_error
+from tieredkv.tiers.cold_layout import SpillLayout
+
+FILES_PER_FOLDER = 256
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenFile:
+    descriptor: int
+    users: int = 0
+    dropped: bool = False
+
+
+class SpillFiles:
+    """Numbered files. Safe to use from several threads.
+
+    Args:
+        folder: an existing folder.
+        layout: the layout of a file, by its number.
+        free_floor_bytes: no file is made that would leave less than this free on the disk.
+        max_open: how many files are kept open.
+    """
+
+    def __init__(
+        self, folder: Path, layout: Callable[[int], SpillLayout], *, free_floor_bytes: int, max_open: int
+    ) -> None:
+        self._folder, self._layout = folder, layout
+        self._free_floor_bytes, self._max_open = free_floor_bytes, max_open
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._made: set[int] = set()
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()  # the longest unused first
+        self._closed = False
+        self._blocks = self._disk_bytes = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that the files made so far have room for."""
+        return self._blocks
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files made so far, headers included."""
+        return self._disk_bytes
+
+    @property
+    def open_files(self) -> int:
+        """Files open at the moment."""
+        return len(self._open)
+
+    def path(self, number: int) -> Path:
+        """Where a file lies, whether it exists or not."""
+        return self._folder / f"{number // FILES_PER_FOLDER:04x}" / f"{number:08x}.safetensors"
+
+    def room_bytes(self) -> int:
+        """Bytes that new files may take before the disk's free-space floor.
+
+        Raises:
+            ColdTierError: the disk does not answer.
+        """
+        try:
+            disk = os.statvfs(self._folder)
+        except OSError as cause:
+            raise cold_error("The cold directory is lost.", self._folder, cause) from cause
+        return max(0, disk.f_bavail * disk.f_frsize - self._free_floor_bytes)
+
+    def write(self, number: int, offset: int, data: memoryview) -> None:
+        """Write bytes into a file, which is made first if it does not exist.
+
+        Raises:
+            ColdTierError: the file cannot be made or written.
+            ClosedError: the files are closed, or belong to the parent of this process.
+        """
+        with self._use(number, make=True) as descriptor:
+            try:
+                while data:
+                    written = os.pwrite(descriptor, data, offset)
+                    data, offset = data[written:], offset + written
+            except OSError as cause:
+                raise cold_error("A spill file cannot be written.", self._folder, cause) from cause
+
+    def read(self, number: int, offset: int, data: memoryview) -> None:
+        """Fill `data` from a file.
+
+        Raises:
+            ColdTierError: the file was never written, is lost, is shorter than it was made, or cannot be read.
+            ClosedError: the files are closed, or belong to the parent of this process.
+        """
+        with self._use(number, make=False) as descriptor:
+            try:
+                while data:
+                    count = os.preadv(descriptor, [data], offset)
+                    if not count:
+                        raise OSError(errno.EIO, f"file ends at {offset}, {len(data)} bytes short")
+                    data, offset = data[count:], offset + count
+            except OSError as cause:
+                raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
+
+    def delete_where(self, is_unused: Callable[[int], bool]) -> int:
+        """Delete the files for which `is_unused(number)` holds; returns the bytes given back."""
+        before = self._disk_bytes
+        with self._lock:  # nobody can begin to use a file between the question and its end
+            for number in [number for number in self._made if is_unused(number)]:
+                if number in self._open:
+                    _drop(self._open.pop(number))
+                with suppress(FileNotFoundError):
+                    self.path(number).unlink()
+                self._count(number, -1)
+        return before - self._disk_bytes
+
+    def close(self) -> None:
+        """Close all files; those in use are closed when their reads and writes end."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            while self._open:
+                _drop(self._open.popitem()[1])
+
+    @contextmanager
+    def _use(self, number: int, *, make: bool) -> Iterator[int]:
+        """A descriptor that stays open for the length of the `with`."""
+        self._check_usable()  # before the lock, which a fork may have left held
+        with self._lock:
+            self._check_usable()
+            file = self._open.get(number)
+            if file is None:
+                while len(self._open) >= self._max_open:
+                    _drop(self._open.popitem(last=False)[1])
+                file = self._open[number] = _OpenFile(self._descriptor(number, make=make))
+            self._open.move_to_end(number)
+            file.users += 1
+        try:
+            yield file.descriptor
+        finally:
+            with self._lock:
+                file.users -= 1
+                if file.dropped and not file.users:
+                    os.close(file.descriptor)
+
+    def _check_usable(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            raise ClosedError(
+                "The cold tier is closed.",
+                wanted="an open cache of this process",
+                got="a closed one" if self._closed else "one made before a fork",
+                change="make a new cache in this process",
+            )
+
+    def _descriptor(self, number: int, *, make: bool) -> int:
+        path = self.path(number)
+        try:
+            if number in self._made:
+                return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            if make:
+                return self._make(number, path)
+        except ColdTierError:
+            raise
+        except OSError as cause:
+            raise cold_error("A spill file cannot be opened.", self._folder, cause) from cause
+        raise ColdTierError(
+            "A block was read from cold that was never written.",
+            wanted=f"file {path}",
+            got="no such file",
+            change="write a slot before reading it",
+        )
+
+    def _make(self, number: int, path: Path) -> int:
+        layout = self._layout(number)
+        if self.room_bytes() < layout.file_bytes:
+            raise OSError(errno.ENOSPC, f"a file of {layout.file_bytes} bytes would go below the free-space floor")
+        with suppress(FileExistsError):
+            os.mkdir(path.parent, 0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            _preallocate(descriptor, layout.file_bytes)
+            if os.pwrite(descriptor, layout.header, 0) != len(layout.header):
+                raise OSError(errno.ENOSPC, "the header was cut short")
+        except OSError:
+            os.close(descriptor)
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+        self._count(number, 1)
+        return descriptor
+
+    def _count(self, number: int, sign: int) -> None:
+        layout = self._layout(number)
+        self._blocks += sign * layout.blocks
+        self._disk_bytes += sign * layout.file_bytes
+        if sign > 0:
+            self._made.add(number)
+        else:
+            self._made.discard(number)
+
+
+def _drop(file: _OpenFile) -> None:
+    file.dropped = True
+    if not file.users:
+        os.close(file.descriptor)
+
+
+def _preallocate(descriptor: int, file_bytes: int) -> None:
+    """Set the size and take the space now, so that a full disk is met here and not in the middle of a block."""
+    os.ftruncate(descriptor, file_bytes)
+    if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk is met when writing
+        try:
+            os.posix_fallocate(descriptor, 0, file_bytes)
+        except OSError as cause:
+            if cause.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system without it
+                raise
