@@ -177,7 +177,7 @@ def feed(model: PreTrainedModel, ids: torch.Tensor, cache: Any, pieces: Iterable
         for first, last in itertools.pairwise(borders)
         if last > first
     ]
-    return torch.cat(parts, 1)
+    return torch.cat(parts, 1) if parts else torch.empty(ids.shape[0], 0, VOCABULARY, dtype=model.dtype)
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, new: int = 8, **keywords: Any) -> Any:

@@ -62,8 +62,8 @@ class Meter:
 
     def measure(self) -> None:
         store = store_of(self._cache)
-        lower = [tier for tier in (store.warm, store.cold) if tier is not None]
-        self.hot.append(storage_bytes([store.hot, store.prefetcher._buffers], stop=[*lower, store.device]))
+        stop = [store.device, store.mover]  # the mover knows the other tiers
+        self.hot.append(storage_bytes([store.hot, store.prefetcher._buffers], stop=stop))
         self.warm.append(storage_bytes([store.warm], stop=[store.device]))
         self.cold.append(file_bytes(self._folder))
 

@@ -40,7 +40,8 @@ class TieredKVError(Exception):
 def _rebuild(
     kind: type[TieredKVError], what: str, wanted: object, got: object, change: str, state: dict[str, object]
 ) -> TieredKVError:
-    error = kind.__new__(kind)
+    # `kind.__new__` is the one of MemoryError there, which Python refuses for a class of another layout.
+    error: TieredKVError = Exception.__new__(kind) if issubclass(kind, MemoryError) else kind.__new__(kind)
     TieredKVError.__init__(error, what, wanted=wanted, got=got, change=change)
     error.__dict__.update(state)
     return error

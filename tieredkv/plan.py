@@ -98,7 +98,7 @@ class ForwardPlan:
         chunks: past tokens that are streamed through staging.
         hot_writes: where new tokens go in the hot pool.
         through_writes: new blocks that go straight to a lower tier.
-        write_index: for one new token in each row: token index in the hot pool, int64 [rows], else None.
+        write_index: for one new token in each of several rows: token index in the hot pool, int64 [rows].
         row_slots: for one new token in each row: per row the hot slots of all its tokens, the new one included,
             when all of them are hot; else None.
         updated: tiered layers that have been written.

@@ -96,19 +96,20 @@ def block_table(cache: TieredCache) -> list[TableEntry]:
     if store is None or holder is None:
         return []
     with store.lock:
+        tokens = cache.get_seq_length()  # with those of a forward that is complete and not yet closed
         return [
             TableEntry(
                 row=row_index,
                 block_id=block.id,
                 layer_id=layer_idx,
-                token_range=(index * store.block_size, min((index + 1) * store.block_size, holder.tokens)),
+                token_range=(index * store.block_size, min((index + 1) * store.block_size, tokens)),
                 location=block.location,
                 offset=_offset(store, block.location, getattr(block, block.location, None), layer),
                 last_access=holder.last_access,
                 ref_count=block.refs,
             )
             for row_index, row in enumerate(holder.table)
-            for index, block in enumerate(row)
+            for index, block in enumerate(row[: -(-tokens // store.block_size)])
             for layer, layer_idx in enumerate(parts.tiered)
         ]
 

@@ -9,6 +9,7 @@ Imports: this package, device, plan, prefetcher, store.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -76,8 +77,9 @@ class Engine:
         if starts is not None and self._wants_flex(plan, call):
             return self._flex(plan, call, starts)
         parts: list[list[Partial]] = [[] for _ in range(plan.rows)]
-        k_pool, v_pool = self._store.hot.planes[call.layer]
-        self._over_runs(plan, call, starts, plan.hot_runs, k_pool, v_pool, "hot", parts)
+        if plan.hot_runs:
+            k_flat, v_flat = self._store.flat_pools(call.layer)
+            self._over_runs(plan, call, starts, plan.hot_runs, k_flat, v_flat, "hot", parts)
         if plan.warm_runs:
             self._over_warm(plan, call, starts, parts)
         if plan.chunks:
@@ -147,19 +149,14 @@ class Engine:
         call: LayerCall,
         starts: Sequence[int] | None,
         runs: Sequence[Run],
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
+        k_flat: torch.Tensor,
+        v_flat: torch.Tensor,
         role: str,
         parts: list[list[Partial]],
     ) -> None:
-        k_flat, v_flat = k_pool.flatten(1, 2), v_pool.flatten(1, 2)  # [kv_heads, slots * block_size, dim]
+        """Neighbouring slots of a pool [kv_heads, slots * block_size, dim]."""
         for run in runs:
-
-            def work(run: Run = run) -> None:
-                k = k_flat[:, run.start : run.start + run.tokens]
-                v = v_flat[:, run.start : run.start + run.tokens]
-                _add_run(plan, call, starts, run.rows, run.position, k, v, parts)
-
+            work = functools.partial(_add_slice, plan, call, starts, run, k_flat, v_flat, parts)
             if self._simulated:
                 slots = [getattr(block, role) for block in run.blocks]
                 self._store.device.run(work, reads=[(role, slot) for slot in slots], name=f"attend {role}")
@@ -177,9 +174,9 @@ class Engine:
             views = warm.run(call.layer, run.start // size, len(run.blocks))
             if views is None:
                 continue
-            k_pool, v_pool = views
+            k_flat, v_flat = (view.flatten(1, 2) for view in views)
             here = dataclasses.replace(run, start=0)
-            self._over_runs(plan, call, starts, [here], k_pool, v_pool, "warm", parts)
+            self._over_runs(plan, call, starts, [here], k_flat, v_flat, "warm", parts)
 
     def _over_chunks(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
@@ -191,12 +188,8 @@ class Engine:
             with ring.chunk(layers, plan.chunks, call.layer, index) as (k, v, buffer):
                 region: list[Region] = [("stage", buffer)]
 
-                def work(k: torch.Tensor = k, v: torch.Tensor = v, index: int = index) -> None:
-                    chunk = plan.chunks[index]
-                    _add_run(plan, call, starts, chunk.rows, chunk.position, k, v, parts)
-
+                work = functools.partial(_add_run, plan, call, starts, chunk.rows, chunk.position, k, v, parts)
                 self._store.device.run(work, reads=region, name="attend chunk")
-            del chunk
 
     def _with_new(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
@@ -228,6 +221,19 @@ def _starts(mask: MaskSpec | TensorMask | None, rows: int) -> list[int] | None:
     if isinstance(mask, TensorMask) or not mask.is_causal:
         return None
     return mask.row_starts()
+
+
+def _add_slice(
+    plan: ForwardPlan,
+    call: LayerCall,
+    starts: Sequence[int] | None,
+    run: Run,
+    k_flat: torch.Tensor,
+    v_flat: torch.Tensor,
+    parts: list[list[Partial]],
+) -> None:
+    k, v = k_flat.narrow(1, run.start, run.tokens), v_flat.narrow(1, run.start, run.tokens)
+    _add_run(plan, call, starts, run.rows, run.position, k, v, parts)
 
 
 def _add_run(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 MaskFunction = Callable[..., torch.Tensor]
 """(row, head, query position, key position) to bool, on index tensors or on single indices."""
@@ -66,10 +65,13 @@ class MaskSpec:
         heads = torch.zeros(1, dtype=torch.int64, device=self.device)
         shape = (self.batch, 1, len(q_positions), len(kv_positions))
         if self.use_vmap:
+            # Imported where it is needed: it brings in all of dynamo.
+            from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
             function = self.mask_function
             for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
                 function = torch.vmap(function, in_dims=axes, out_dims=0)
-            with TransformGetItemToIndex():  # vmap cannot index a tensor with a tensor of no dimension
+            with TransformGetItemToIndex():  # or vmap cannot index a tensor with a single index
                 seen = function(rows, heads, q_positions, kv_positions)
         else:
             seen = self.mask_function(

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from tieredkv import __version__
-from tieredkv.cli.demo import demo
-from tieredkv.cli.plan import plan
+from tieredkv.cli.demo import demo as _demo
+from tieredkv.cli.plan import plan as _plan
 
 __all__ = ["app", "main"]
 
@@ -21,8 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(plan)
+app.command("demo")(_demo)
+app.command("plan")(_plan)
 
 
 def _show_version(wanted: bool) -> None:

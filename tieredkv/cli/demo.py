@@ -5,15 +5,18 @@ Imports: everything to its left; torch, typer and rich.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from transformers.cache_utils import DynamicCache
 
 from tieredkv import sizing
@@ -65,8 +68,8 @@ def demo(
     Exit code 0: done; 1: with the exact codec, tokens or logits differ; 2: it cannot be run.
     """
     console = Console()
-    try:
-        settings: dict[str, Any] = {"hot": hot, "warm": warm, "window": window, "codec": codec, "cold": cold}
+    settings: dict[str, Any] = {"hot": hot, "warm": warm, "window": window, "codec": codec, "cold": cold}
+    with _errors_told(console), quiet():
         choices = Choices(
             model=model,
             document=document,
@@ -81,19 +84,25 @@ def demo(
             settings=CacheSettings(**settings, verify=verify, kernel=kernel),  # type: ignore[arg-type]
         )
         _check_writable(json_file)
-        with quiet():
-            report = run_demo(choices, console)
+        report = run_demo(choices, console)
+    show_report(report, console)
+    if json_file is not None:
+        json_file.write_text(report.to_json() + "\n", encoding="utf-8")
+    if report.failure is not None:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _errors_told(console: Console) -> Iterator[None]:
+    """Typed errors in their parts with exit code 2, an interrupt with 130, neither with a traceback."""
+    try:
+        yield
     except TieredKVError as error:
         _show_error(error)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as stop:
         console.print("\nstopped; the cold tier's files are removed")
         raise typer.Exit(130) from stop
-    show_report(report, console)
-    if json_file is not None:
-        json_file.write_text(report.to_json() + "\n", encoding="utf-8")
-    if report.failure is not None:
-        raise typer.Exit(1)
 
 
 def run_demo(choices: Choices, console: Console) -> Report:
@@ -112,13 +121,15 @@ def run_demo(choices: Choices, console: Console) -> Report:
         loaded = load(choices.model, choices.dtype, choices.device)
     prompt = build(loaded.tokenizer, choices.document, choices.question, choices.prompt_tokens)
     dtype = str(choices.dtype).removeprefix("torch.")
-    console.print(f"[bold]model[/bold]     {loaded.name}, {dtype}, {loaded.model.device}", highlight=False)
-    console.print(f"[bold]document[/bold]  {prompt.document}: prompt of {prompt.tokens:,} tokens", highlight=False)
-    console.print(f"[bold]question[/bold]  {prompt.question}\n", highlight=False)
+    console.print(f"[bold]model[/bold]     {escape(loaded.name)}, {dtype}, {loaded.model.device}", highlight=False)
+    console.print(
+        f"[bold]document[/bold]  {escape(prompt.document)}: prompt of {prompt.tokens:,} tokens", highlight=False
+    )
+    console.print(f"[bold]question[/bold]  {escape(prompt.question)}\n", highlight=False)
     with cold_folder(choices) as cold:
         settings = resolve_settings(choices, loaded.model.config, prompt.tokens, cold)
         ours, stats = _run_tiered(choices, loaded, prompt, settings, console)
-    console.print("\n[bold]DynamicCache[/bold]: all keys and values on the device", highlight=False)
+    console.print("[bold]DynamicCache[/bold]: all keys and values on the device", highlight=False)
     dynamic = DynamicCache(config=loaded.model.config)
     theirs = _run(choices, loaded, prompt, dynamic, console, stream=False)
     return Report(
@@ -145,8 +156,9 @@ def _run_tiered(
     choices: Choices, loaded: Loaded, prompt: Prompt, settings: CacheSettings, console: Console
 ) -> tuple[Run, CacheStats]:
     given = loaded.model if choices.attention == "blocks" else loaded.model.config
-    budgets = f"hot {_show_size(settings.hot)}, warm {_show_size(settings.warm)}, the rest in {settings.cold}"
-    console.print(f"[bold]TieredCache[/bold]: {budgets}", highlight=False, soft_wrap=True)
+    budgets = f"hot {_show_size(settings.hot)}, warm {_show_size(settings.warm)}"
+    cold = escape(str(settings.cold))
+    console.print(f"[bold]TieredCache[/bold]: {budgets}, the rest in {cold}", highlight=False, soft_wrap=True)
     with TieredCache(given, settings=settings) as cache:
         run = _run(choices, loaded, prompt, cache, console, stream=True)
         return run, cache.stats()
@@ -169,8 +181,8 @@ def show_report(report: Report, console: Console) -> None:
     console.print()
     console.print(report_table(report))
     console.print(f"most memory of the process, in both: {format_bytes(report.process_peak_bytes)}", highlight=False)
-    if report.stats.fallback_reason is not None:
-        console.print(f"[yellow]gathered[/yellow]: {report.stats.fallback_reason}", highlight=False)
+    if report.attention == "blocks" and report.stats.fallback_reason is not None:
+        console.print(f"[yellow]gathered[/yellow]: {escape(report.stats.fallback_reason)}", highlight=False)
     if not report.lossless and not report.same_tokens:
         console.print(f"the codec {report.codec} is lossy; DynamicCache's answer:", highlight=False)
         console.print(report.dynamic.text, markup=False, highlight=False, style="italic")
@@ -198,7 +210,7 @@ def _process_peak_bytes() -> int:
 
 def _show_error(error: TieredKVError) -> None:
     console = Console(stderr=True)
-    console.print(f"[red]error[/red] {error.what}", highlight=False, soft_wrap=True)
+    console.print(f"[red]error[/red] {escape(error.what)}", highlight=False, soft_wrap=True)
     for name in ("wanted", "got", "change"):
         label = "to change" if name == "change" else name
         console.print(f"  {label}: {getattr(error, name)}", markup=False, highlight=False, soft_wrap=True)

@@ -15,9 +15,9 @@ import torch
 from tieredkv.errors import ConfigError
 
 DEFAULT_PROMPT_TOKENS = 6144
-DEFAULT_QUESTION = "What does Python do when an exception is not handled at all?"
+DEFAULT_QUESTION = "What does the import statement do?"
 DOCUMENT_QUESTION = "Summarize the document in two sentences."
-_FIRST_TOPICS = ("execmodel", "objects", "exceptions", "naming", "class", "function", "import")
+_FIRST_TOPICS = ("import", "execmodel", "objects", "exceptions", "class", "function", "naming")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,8 +143,8 @@ def _add_answers(table: Table, report: Report) -> None:
     same = "[green]yes[/green]" if report.same_tokens else f"[red]no, from new token {report.first_difference}[/red]"
     table.add_row("same tokens", same, "")
     table.add_row("max |Δlogit| / max |logit|", f"{report.logit_difference:.1e}", "")
-    mode = report.stats.mode if report.stats.fallback_reason is None else f"{report.stats.mode} (see below)"
-    table.add_row("attention", mode, "SDPA")
+    fell_back = report.attention == "blocks" and report.stats.mode == "gather"
+    table.add_row("attention", report.stats.mode + (" (why: see below)" if fell_back else ""), "SDPA")
     table.add_row(
         "prompt + new tokens",
         f"{report.prompt_tokens:,} + {report.tiered.new_tokens}",
@@ -185,6 +185,8 @@ def _tier(tier: TierStats) -> str:
 
 
 def _add_moves(table: Table, stats: CacheStats) -> None:
+    hits = (stats.hot.hits, stats.warm.hits, stats.cold.hits)
+    table.add_row("reads from hot, warm, cold", ", ".join(f"{count:,}" for count in hits), "")
     for name, move in sorted(stats.moves.items()):
         direction = name.replace("_to_", " → ")
         size = f"{move.blocks:,.0f} blocks, {format_bytes(move.bytes)}"

@@ -23,7 +23,7 @@ from tieredkv.device import Device, device_for
 from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingModeError
 from tieredkv.hf import seam
 from tieredkv.hf.attachment import Attachment, check_layers, predicted_geometry
-from tieredkv.hf.layers import HANDLE, Handle, TieredLayer
+from tieredkv.hf.layers import Handle, TieredLayer
 from tieredkv.hf.others import OtherLayers
 from tieredkv.hf.positions import Positions
 from tieredkv.hf.ways import Ways
@@ -60,6 +60,8 @@ class Forwarding(DynamicCache):
         self._priority = 0
         self._closed = False
         self._broken: str | None = None
+        self._self = weakref.ref(self)
+        self._selected = False  # of the forward that is open: reading it from a config takes 12 µs
         attachment.select()
         self._ways = Ways(self._tiered, attachment.refusal)
 
@@ -87,6 +89,8 @@ class Forwarding(DynamicCache):
             HandleError: attention did not use the last layer's handle.
         """
         if layer_idx not in self._index:
+            if layer_idx >= len(self.layers):
+                self._refuse_layer(layer_idx)
             self._begin_with_other_layer(key_states, layer_idx, kwargs)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.requires_grad and torch.is_grad_enabled():
@@ -111,17 +115,28 @@ class Forwarding(DynamicCache):
         plan.updated.add(layer)
         return self._result(plan, layer, key_states, value_states, "kwargs" in kwargs)
 
+    def _refuse_layer(self, layer_idx: int) -> None:
+        """A deeper model than the cache's own: what it wrote of this forward is taken back."""
+        if self._store is not None and self._holder is not None:
+            self._take_back(self._store, self._holder)
+        raise MismatchError(
+            "Keys and values of a layer that the cache's model does not have.",
+            wanted=f"{len(self.layers)} layers",
+            got=f"layer {layer_idx}",
+            change="use one cache per model",
+        )
+
     def _result(
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor, with_keywords: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new K and V with a handle where blocks serve, else all of the layer's."""
-        selected = seam.implementation_of(self._attachment.config) == seam.NAME
+        selected = self._selected
         full = plan.past == 0 or not (selected and self._ways.serves_blocks(layer, with_keywords))
         if full and plan.past:
             key, value = self._gather(plan, layer, key, value)
         if self._ways.wants_handle(layer, selected, with_keywords):
-            handle = Handle(self, layer, plan, value, full)
-            setattr(key, HANDLE, handle)
+            handle = Handle(self._self, layer, plan, full)
+            handle.attach(key, value)
             self._ways.issue(handle)
         return key, value
 
@@ -147,16 +162,17 @@ class Forwarding(DynamicCache):
                 change="reset the cache, or batch_repeat_interleave / batch_select_indices it first",
             )
         self._positions.check(kwargs.get("kwargs"), holder.tokens, new)
-        if not holder.table.rows:
-            holder.table.rows = [[] for _ in range(rows)]
-            if self._settings.max_tokens is not None:
-                requests.reserve(store, holder, self._settings.max_tokens)
         try:
+            if not holder.table.rows:
+                holder.table.rows = [[] for _ in range(rows)]
+                if self._settings.max_tokens is not None:
+                    requests.reserve(store, holder, self._settings.max_tokens)
             plan = planner.begin(store, holder, new)
         except Exception:
             if not holder.tokens:
                 self._empty()
             raise
+        self._selected = seam.implementation_of(self._attachment.config) == seam.NAME
         store.counters.begin_forward(new, rows)
         self._positions.accept()
         if plan.chunks:

@@ -17,32 +17,37 @@ if TYPE_CHECKING:
     from tieredkv.hf.forwarding import Forwarding
 
 HANDLE = "_tieredkv_handle"
-"""Name of the attribute by which a key tensor carries its handle from `update` to the attention function."""
+"""Name of the attribute by which K and V carry their handle from `update` to the attention function."""
 
 
 class Handle:
-    """Says which layer of which cache a key tensor belongs to.
+    """Says which layer of which cache K and V belong to.
 
-    It travels on the key tensor itself, so that it arrives exactly when the model passes the tensor on untouched.
+    It travels on the tensors themselves, so that it arrives exactly when the model passes both on untouched.
 
     Args:
-        cache: the cache.
+        cache: weak reference to the cache.
         layer: tiered layer.
         plan: the forward.
-        value: the value tensor that was returned with the key.
         full: the tensors are all of the layer's K and V, so that any attention is right over them.
     """
 
-    __slots__ = ("_value", "cache", "claimed", "full", "layer", "plan")
+    __slots__ = ("cache", "claimed", "full", "layer", "plan")
 
-    def __init__(self, cache: Forwarding, layer: int, plan: ForwardPlan, value: torch.Tensor, full: bool) -> None:
-        self.cache, self.layer, self.plan, self.full = weakref.ref(cache), layer, plan, full
-        self._value = weakref.ref(value)
+    def __init__(self, cache: weakref.ref[Forwarding], layer: int, plan: ForwardPlan, full: bool) -> None:
+        self.cache, self.layer, self.plan, self.full = cache, layer, plan, full
         self.claimed = False
 
-    def matches(self, value: torch.Tensor) -> bool:
-        """Whether `value` is the tensor that was returned with the key."""
-        return self._value() is value
+    def attach(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Send the handle with both tensors. They hold the handle, and it holds neither of them."""
+        setattr(key, HANDLE, self)
+        setattr(value, HANDLE, self)
+
+    @staticmethod
+    def of(key: torch.Tensor, value: torch.Tensor) -> Handle | None:
+        """The handle that both tensors carry, or None when either was made anew on the way."""
+        handle = getattr(key, HANDLE, None)
+        return handle if isinstance(handle, Handle) and getattr(value, HANDLE, None) is handle else None
 
 
 class TieredLayer(DynamicLayer):

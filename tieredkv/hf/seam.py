@@ -8,12 +8,14 @@ Imports: errors, attention, layers; transformers.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -23,7 +25,7 @@ from tieredkv.attention.lse import merge
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.plain import plain
 from tieredkv.errors import HandleError, TrainingModeError
-from tieredkv.hf.layers import HANDLE, Handle
+from tieredkv.hf.layers import Handle
 
 NAME = "tieredkv"
 """The attention implementation: `model.set_attn_implementation("tieredkv")`."""
@@ -32,8 +34,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_graphs(function: F) -> F:
-    """Keep a function out of a user's `torch.compile`: it plans on the host and changes state."""
-    return cast(F, torch._dynamo.disable(function))
+    """Keep a function out of a user's `torch.compile`: it plans on the host and changes state.
+
+    What `torch.compiler.disable` does, without the 9 µs that its wrapper takes at each call, twice a layer.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    call.__dict__["_torchdynamo_disable"] = True
+    return cast(F, call)
 
 
 HARMLESS = frozenset(
@@ -88,8 +103,8 @@ def attention(
     Returns:
         ([rows, q, heads, v_dim], None).
     """
-    handle = getattr(key, HANDLE, None)
-    if not isinstance(handle, Handle) or not handle.matches(value):
+    handle = Handle.of(key, value)
+    if handle is None:
         return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     cache = handle.cache()
     if cache is None:

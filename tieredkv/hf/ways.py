@@ -17,6 +17,9 @@ from tieredkv.hf.layers import Handle
 logger = logging.getLogger("tieredkv")
 
 
+UNTOUCHED = "the attention function did not get the layer's key and value untouched"
+
+
 class Ways:
     """The way of each tiered layer of one cache.
 
@@ -30,7 +33,8 @@ class Ways:
         self._ways = ["unknown"] * len(tiered)
         self._reasons: list[str | None] = [refusal] * len(tiered)
         self._with_keywords = [False] * len(tiered)
-        self._handles: dict[int, Handle] = {}
+        self._handles: list[Handle] = []
+        self._last: Handle | None = None
         self._warned = False
 
     @property
@@ -67,7 +71,8 @@ class Ways:
 
     def issue(self, handle: Handle) -> None:
         """Remember a handle that goes out with a layer's tensors."""
-        self._handles[handle.layer] = handle
+        self._handles.append(handle)
+        self._last = handle
 
     def arrived(self, handle: Handle, reason: str | None) -> None:
         """The attention function saw the handle; `reason` is why blocks cannot serve its call, or None."""
@@ -80,16 +85,16 @@ class Ways:
         Raises:
             HandleError: a handle over new tokens alone was not claimed.
         """
-        for layer, handle in self._handles.items():
-            if not handle.claimed and not handle.full:
-                self._handles = {}
-                raise HandleError(
-                    f"Layer {self._tiered[layer]} got its new keys alone, and no attention over blocks followed; the "
-                    "step is not valid.",
-                    wanted='the attention implementation "tieredkv", as in the first forward',
-                    got="another attention, or a direct call of update",
-                    change="do not change the attention in mid-forward; reset the cache and prefill again",
-                )
+        handle = self._last
+        if handle is not None and not handle.claimed and not handle.full:
+            self.forget_forward()
+            raise HandleError(
+                f"Layer {self._tiered[handle.layer]} got its new keys alone, and no attention over blocks followed; "
+                "the step is not valid.",
+                wanted='the attention implementation "tieredkv", as in the first forward',
+                got="another attention, or a direct call of update",
+                change="do not change the attention in mid-forward; reset the cache and prefill again",
+            )
 
     def end_forward(self) -> None:
         """Every layer was updated: settle what was probed.
@@ -98,14 +103,18 @@ class Ways:
             HandleError: as `check_claims`.
         """
         self.check_claims()
-        for layer, handle in self._handles.items():
-            if not handle.claimed and self._ways[layer] == "unknown":
-                self._choose(layer, "gather", "the attention function did not get the layer's key and value untouched")
-        self._handles = {}
+        for handle in self._handles:
+            if not handle.claimed and self._ways[handle.layer] == "unknown":
+                # Without the attention's keywords it may have been a direct call, which proves nothing.
+                if self._with_keywords[handle.layer]:
+                    self._choose(handle.layer, "gather", UNTOUCHED)
+                else:
+                    self._reasons[handle.layer] = UNTOUCHED
+        self.forget_forward()
 
     def forget_forward(self) -> None:
-        """The forward was taken back."""
-        self._handles = {}
+        """The forward is over, or was taken back."""
+        self._handles, self._last = [], None
 
     def copy(self) -> Ways:
         """The same ways, without handles."""

@@ -104,6 +104,7 @@ class BlockStore(MoveQueue):
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.through: dict[int, list[Event]] = {}
         self._used_hot: set[int] = set()
+        self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ids = itertools.count()
         self._pid = os.getpid()
         self._closed = False
@@ -139,6 +140,14 @@ class BlockStore(MoveQueue):
         """A new unsealed block, with one reference."""
         self.version += 1
         return Block(next(self._ids), hot=hot, checksums=[None] * len(self.layers))
+
+    def flat_pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's hot K and V, [kv_heads, slots * block_size, dim]: neighbouring slots are neighbouring tokens."""
+        pools = self._flat.get(layer)
+        if pools is None:
+            k_pool, v_pool = self.hot.planes[layer]
+            pools = self._flat[layer] = (k_pool.flatten(1, 2), v_pool.flatten(1, 2))
+        return pools
 
     def take_hot(self, preferred: int | None) -> int:
         """A free hot slot, the preferred one if it is free. Room was made before.
@@ -286,5 +295,6 @@ class BlockStore(MoveQueue):
                 with contextlib.suppress(TieredKVError, OSError):
                     move.event.wait()
             self.device.close()
+            self._flat.clear()
             for tier in self.tiers.values():
                 tier.close()

@@ -61,8 +61,7 @@ class _Whole:
 
     def add(self, hot_runs: Sequence[Run], warm_runs: Sequence[Run], chunks: Sequence[Chunk]) -> None:
         store, size = self._store, self._store.block_size
-        k_pool, v_pool = store.hot.planes[self._layer]
-        k_flat, v_flat = k_pool.flatten(1, 2), v_pool.flatten(1, 2)
+        k_flat, v_flat = store.flat_pools(self._layer)
         for run in hot_runs:
             part = slice(run.start, run.start + run.tokens)
             self._put(run.rows, run.position, k_flat[:, part], v_flat[:, part], [("hot", b.hot) for b in run.blocks])

@@ -107,7 +107,7 @@ class MoveQueue:
         tier = self.tiers[role]
         if self.device.kind == "simulated" and role != "cold":
             planes = [p for layer in range(len(self.layers)) for p in tier.run(layer, slot, 1) or ()]
-            self.device.poison(planes, (role, slot))
+            self.device.poison(planes, (role, slot), by_compute=True)
         tier.slots.release(slot)
 
     # ---- moves

@@ -6,6 +6,8 @@ Imports: errors, config, block, codecs, device, tiers, placement, transfer, pref
 from __future__ import annotations
 
 import dataclasses
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Literal
 
@@ -150,9 +152,8 @@ def open_tiers(
     planes = [codec.planes(layer, size) for layer in layers]
 
     def empty(layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # Zeros, since a kernel may multiply what lies behind a block's last token by 0, and 0 times NaN is NaN. On a
-        # CPU the system hands out zero pages as they are touched, so this costs nothing.
-        return torch.zeros(shape, dtype=dtype, device=layer_devices[layer])
+        # Zeros, since a kernel may multiply what lies behind a block's last token by 0, and 0 times NaN is NaN.
+        return _zeros(shape, dtype, layer_devices[layer])
 
     cold_settings = settings.cold_settings
     cold = None
@@ -171,6 +172,15 @@ def open_tiers(
         pieces: Literal["one", "growing"] = "growing" if device.kind == "cuda" else "one"
         warm = WarmTier(planes, budget.warm_slots, device.host_empty, pieces=pieces)
     return HotTier(hot_planes, budget.hot_slots, empty), warm, cold
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory as they are touched: torch.zeros writes all of it, tens of seconds for half a machine."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def staging_ring(

@@ -28,8 +28,9 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
     write_index = None
     row_slots = None
     if plan.new == 1:
-        index = [write.start for write in plan.hot_writes]
-        write_index = torch.tensor(index, dtype=torch.int64, device=store.device.torch_device)
+        if plan.rows > 1:
+            index = [write.start for write in plan.hot_writes]
+            write_index = torch.tensor(index, dtype=torch.int64, device=store.device.torch_device)
         if not warm_runs and not chunks:
             row_slots = tuple(tuple(b.hot for b in row if b.hot is not None) for row in holder.table)
     store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)

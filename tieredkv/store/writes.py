@@ -52,11 +52,13 @@ def write(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, v
 
 
 def _write_hot(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    k_pool, v_pool = store.hot.planes[layer]
-    k_flat, v_flat = k_pool.flatten(1, 2), v_pool.flatten(1, 2)  # [kv_heads, slots * block_size, dim]
+    k_flat, v_flat = store.flat_pools(layer)
     if plan.write_index is not None:
-        k_flat.index_copy_(1, plan.write_index.to(key.device), key[:, :, 0].transpose(0, 1))
-        v_flat.index_copy_(1, plan.write_index.to(key.device), value[:, :, 0].transpose(0, 1))
+        index = plan.write_index
+        if index.device != key.device:
+            index = index.to(key.device)
+        k_flat.index_copy_(1, index, key[:, :, 0].transpose(0, 1))
+        v_flat.index_copy_(1, index, value[:, :, 0].transpose(0, 1))
         return
     for write in plan.hot_writes:
         target, source = (

@@ -1,0 +1,292 @@
+"""How fast is attention over blocks, against transformers' own cache? Run: python -m benchmarks.decode [--quick]
+
+Both caches in one run, the same weights and the same contents, interleaved rounds, every layer cycled through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from benchmarks import harness, shapes
+from benchmarks.harness import Row
+from tieredkv import CacheSettings, TieredCache
+from tieredkv.hf import seam
+
+BLOCK = 128
+
+
+class Attention(torch.nn.Module):
+    """What the attention functions ask of a module."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.num_key_value_groups, self.is_causal = group, True
+
+
+def step_of(model: Any, cache: DynamicCache) -> Callable[[], object]:
+    """One decode step."""
+    token = torch.zeros((1, 1), dtype=torch.int64)
+    return lambda: model(token, cache=cache)
+
+
+def two_models(config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(SDPA, attention over blocks), the same weights."""
+    stock = shapes.model_of(config, dtype)
+    ours = copy.deepcopy(stock)
+    stock.set_attn_implementation("sdpa")
+    ours.set_attn_implementation("tieredkv")
+    return stock, ours
+
+
+def compare_steps(tokens: int, dtype: torch.dtype, rounds: int) -> tuple[float, dict[str, Any]]:
+    """Step time of DynamicCache + SDPA over ours, everything hot."""
+    config = shapes.smollm2_config()
+    stock_model, our_model = two_models(config, dtype)
+    stock = DynamicCache(config=config)
+    shapes.fill(stock, config, tokens, dtype)
+    with TieredCache(our_model.config, hot=f"{tokens + 2048} tokens", warm=0) as ours:
+        shapes.fill(ours, config, tokens, dtype)
+        first_a, first_b = step_of(stock_model, stock)(), step_of(our_model, ours)()
+        error = _difference(first_a, first_b)
+        times = harness.interleave(
+            {"stock": step_of(stock_model, stock), "ours": step_of(our_model, ours)}, rounds=rounds, inner=5
+        )
+        detail = {name: dataclasses.asdict(t) for name, t in times.items()}
+        detail |= {"mode": ours.mode, "logit_error": error}
+    return times["stock"].median_seconds / times["ours"].median_seconds, detail
+
+
+def _difference(a: Any, b: Any) -> float:
+    return float((a.logits - b.logits).abs().max() / a.logits.abs().max())
+
+
+def attention_alone(
+    config: Any, tokens: int, dtype: torch.dtype, rounds: int
+) -> tuple[float, float, float, dict[str, Any]]:
+    """(stock over ours, seconds a layer of ours, kernel seconds a layer) of cache and attention without the model."""
+    layers, heads, kv_heads, dim = (
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+    config._attn_implementation = "tieredkv"
+    module = Attention(heads // kv_heads).eval()
+    q = torch.randn(1, heads, 1, dim, dtype=dtype)
+    stock = DynamicCache(config=config)
+    shapes.fill(stock, config, tokens, dtype)
+    with TieredCache(config, hot=f"{tokens + 2048} tokens", warm=0) as ours, torch.inference_mode():
+        shapes.fill(ours, config, tokens, dtype)
+        new = [torch.randn(1, kv_heads, 1, dim, dtype=dtype) for _ in range(2)]
+
+        def run(cache: DynamicCache, attend: Callable[..., Any]) -> None:
+            for layer in range(layers):
+                keywords: dict[str, Any] = {}
+                k, v = cache.update(new[0].clone(), new[1].clone(), layer, kwargs=keywords)
+                attend(module, q, k, v, None, scaling=dim**-0.5, **keywords)
+
+        def kernels() -> None:
+            store = ours.parts().store
+            for layer in range(layers):
+                k_pool, v_pool = store.hot.planes[layer]
+                slots = ours.parts().holder.table.rows[0]
+                start = slots[0].hot * BLOCK
+                seam_partial(
+                    q,
+                    k_pool.flatten(1, 2)[:, start : start + tokens],
+                    v_pool.flatten(1, 2)[:, start : start + tokens],
+                    dim,
+                )
+
+        contestants = {
+            "stock": lambda: run(stock, sdpa_attention_forward),
+            "ours": lambda: run(ours, seam.attention),
+            "kernel": kernels,
+        }
+        times = harness.interleave(contestants, rounds=rounds, warmup=3, inner=3)
+    each = {name: t.median_seconds / layers for name, t in times.items()}
+    detail = {"seconds_a_layer": each, "mode": "blocks"}
+    return times["stock"].median_seconds / times["ours"].median_seconds, each["ours"], each["kernel"], detail
+
+
+def seam_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> None:
+    """The kernel alone, as the engine calls it, with the merge."""
+    from tieredkv.attention.lse import merge
+    from tieredkv.attention.partials import over_run
+
+    merge([over_run(q, k, v, scale=dim**-0.5)], sinks=None, dtype=q.dtype)
+
+
+def prefill(tokens: int, rounds: int) -> tuple[float, dict[str, Any]]:
+    """Seconds of a prefill in one call, ours over stock."""
+    config = shapes.smollm2_config()
+    stock_model, our_model = two_models(config, torch.float32)
+    ids = torch.randint(0, 49152, (1, tokens))
+
+    def stock() -> None:
+        stock_model(ids, cache=DynamicCache(config=config), logits_to_keep=1)
+
+    def ours() -> None:
+        with TieredCache(our_model.config, hot=f"{tokens + 512} tokens", warm=0) as cache:
+            our_model(ids, cache=cache, logits_to_keep=1)
+
+    times = harness.interleave({"stock": stock, "ours": ours}, rounds=rounds, warmup=1)
+    detail = {name: dataclasses.asdict(t) for name, t in times.items()}
+    return times["ours"].median_seconds / times["stock"].median_seconds, detail
+
+
+def windows(tokens: int, sizes: list[int], rounds: int) -> list[Row]:
+    """Decode with a window hot and the rest warm, read in place: slowdown against everything hot."""
+    config = shapes.smollm2_config()
+    _, model = two_models(config, torch.float32)
+    must = {512: 10, 1024: 8, 2048: 5, 4096: 3}
+    rows = []
+    with TieredCache(model.config, hot=f"{tokens + 2048} tokens", warm=0) as everything:
+        shapes.fill(everything, config, tokens, torch.float32)
+        for window in sizes:
+            hot = f"{window + 3 * BLOCK} tokens"
+            with TieredCache(model.config, hot=hot, warm=f"{tokens + 2048} tokens", window=window) as part:
+                shapes.fill(part, config, tokens, torch.float32)
+                steps = {"all hot": step_of(model, everything), "window": step_of(model, part)}
+                times = harness.interleave(steps, rounds=rounds, inner=5)
+                slow = times["window"].median_seconds / times["all hot"].median_seconds - 1
+                stats = part.stats()
+                rows.append(
+                    Row(
+                        f"slowdown at {tokens} tokens, window {window} hot, rest warm in place",
+                        100 * slow,
+                        "%",
+                        f"<= {must[window]}",
+                        100 * slow <= must[window],
+                        {"hot_bytes": stats.hot.used_bytes, "warm_bytes": stats.warm.used_bytes, "mode": stats.mode}
+                        | {name: dataclasses.asdict(t) for name, t in times.items()},
+                    )
+                )
+    return rows
+
+
+def streamed(tokens: int, rounds: int, cold: bool) -> Row:
+    """Every block outside the window copied and verified at each step: step over (compute + transfer) ÷ cores."""
+    config = shapes.smollm2_config()
+    _, model = two_models(config, torch.float32)
+    settings = CacheSettings(read_in_place=False)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TieredCache(model.config, hot=f"{tokens + 2048} tokens", warm=0) as everything,
+        TieredCache(
+            model.config,
+            hot=f"{512 + 8 * BLOCK} tokens",
+            warm=0 if cold else f"{tokens + 2048} tokens",
+            cold=folder if cold else None,
+            window=512,
+            settings=settings,
+        ) as part,
+    ):
+        shapes.fill(everything, config, tokens, torch.float32)
+        shapes.fill(part, config, tokens, torch.float32)
+        steps = {"all hot": step_of(model, everything), "streamed": step_of(model, part)}
+        for step in steps.values():
+            step()
+        before = part.stats().decode
+        times = harness.interleave(steps, rounds=rounds, warmup=0, inner=5)
+        after = part.stats().decode
+        transfer = (after.transfer_seconds - before.transfer_seconds) / (after.forwards - before.forwards)
+        cores = torch.get_num_threads()
+        # Compute uses every core; a transfer uses one.
+        ideal = (times["all hot"].median_seconds * cores + transfer) / cores
+        ratio = times["streamed"].median_seconds / ideal
+        limit = 1.35 if cold else 1.25
+        return Row(
+            f"streamed from {'cold' if cold else 'warm'}, verified: step over core-seconds ÷ cores",
+            ratio,
+            "",
+            f"<= {limit}",
+            ratio <= limit,
+            {
+                "transfer_seconds_a_step": transfer,
+                "stall_seconds_a_step": (after.stall_seconds - before.stall_seconds)
+                / (after.forwards - before.forwards),
+                **{name: dataclasses.asdict(t) for name, t in times.items()},
+            },
+        )
+
+
+def gather_step(tokens: int, rounds: int) -> Row:
+    """A step with any other attention: the whole K/V of each layer is put together."""
+    config = shapes.smollm2_config()
+    model, _ = two_models(config, torch.float32)
+    stock = DynamicCache(config=config)
+    shapes.fill(stock, config, tokens, torch.float32)
+    with TieredCache(model.config, hot=f"{tokens + 2048} tokens", warm=0) as ours:
+        shapes.fill(ours, config, tokens, torch.float32)
+        steps = {"stock": step_of(model, stock), "gather": step_of(model, ours)}
+        times = harness.interleave(steps, rounds=rounds, inner=3)
+    ratio = times["gather"].median_seconds / times["stock"].median_seconds
+    return Row(f"gather at {tokens} tokens: step over DynamicCache + SDPA", ratio, "x")
+
+
+def figures(quick: bool) -> list[Row]:
+    """Every CPU figure, largest question first."""
+    rounds = 2 if quick else 8
+    long = 1024 if quick else 8192
+    rows: list[Row] = []
+    for dtype, name, limits in (
+        (torch.float32, "fp32", {8192: 1.20, 1024: 0.95}),
+        (torch.bfloat16, "bf16", {8192: 2.2, 1024: 1.1}),
+    ):
+        for tokens in sorted({long, 1024}, reverse=True):
+            ratio, detail = compare_steps(tokens, dtype, rounds)
+            limit = limits[tokens]
+            measure = f"decode step at {tokens}, {name}, everything hot: DynamicCache + SDPA over ours"
+            rows.append(Row(measure, ratio, "x", f">= {limit}", ratio >= limit, detail))
+    ratio, each, kernel, detail = attention_alone(shapes.llama3_8b_config(6), long, torch.float32, rounds)
+    measure = f"attention + cache alone, 32/8 heads of 128, {long}, fp32: stock over ours"
+    rows.append(Row(measure, ratio, "x", ">= 3", ratio >= 3, detail))
+    config = shapes.smollm2_config()
+    ratio, each, kernel, detail = attention_alone(config, long, torch.float32, rounds)
+    bandwidth = harness.read_bandwidth()
+    moved = 2 * config.num_key_value_heads * config.head_dim * 4 * long
+    over = kernel / (moved / bandwidth)
+    detail |= {"bandwidth_bytes_per_second": bandwidth, "stock_over_ours": ratio}
+    rows.append(
+        Row(f"attention over KV bytes ÷ read bandwidth, fp32, {long}", over, "x", "<= 1.5", over <= 1.5, detail)
+    )
+    outside = statistics.median([each - kernel])
+    rows.append(Row("outside kernels, per layer and step", 1e6 * outside, "µs", "<= 60", 1e6 * outside <= 60, detail))
+    ratio, detail = prefill(512 if quick else 4096, 2 if quick else 5)
+    rows.append(Row("prefill of 4K in one call, ours over stock", ratio, "x", "<= 1.10", ratio <= 1.10, detail))
+    rows += windows(long, [512] if quick else [512, 1024, 2048, 4096], rounds)
+    rows.append(streamed(long, rounds, cold=False))
+    rows.append(streamed(long, rounds, cold=True))
+    rows.append(gather_step(long, rounds))
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, for checking that it runs")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    started = time.perf_counter()
+    rows = figures(arguments.quick)
+    for row in rows:
+        print(f"{row.measure}: {row.value:.3g} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
+    if not arguments.quick:
+        print(harness.write("decode", rows), f"{math.ceil(time.perf_counter() - started)} s")
+
+
+if __name__ == "__main__":
+    main()

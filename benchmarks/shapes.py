@@ -1,0 +1,64 @@
+"""Models by their shape, with random weights, and caches filled without a prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from tieredkv import TieredCache
+
+
+def smollm2_config(layers: int = 30) -> LlamaConfig:
+    """The shape of SmolLM2-135M."""
+    return LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        max_position_embeddings=65536,
+        tie_word_embeddings=True,
+    )
+
+
+def llama3_8b_config(layers: int) -> LlamaConfig:
+    """The attention shape of Llama-3-8B, with as many layers as asked."""
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=1000,
+        max_position_embeddings=131072,
+    )
+
+
+def model_of(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model with random weights."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to(dtype)
+
+
+def fill(cache: DynamicCache, config: LlamaConfig, tokens: int, dtype: torch.dtype, rows: int = 1) -> None:
+    """Put random K and V of `tokens` tokens into every layer."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (rows, config.num_key_value_heads, tokens, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        k = torch.randn(shape, generator=generator).to(dtype)
+        v = torch.randn(shape, generator=generator).to(dtype)
+        cache.update(k, v, layer)
+
+
+def pair(model: LlamaForCausalLM, tokens: int, dtype: torch.dtype, **options: Any) -> tuple[DynamicCache, TieredCache]:
+    """Stock and ours with the same random contents; the model's attention is left as it is."""
+    stock = DynamicCache(config=model.config)
+    fill(stock, model.config, tokens, dtype)
+    ours = TieredCache(model.config, **options)
+    fill(ours, model.config, tokens, dtype)
+    return stock, ours

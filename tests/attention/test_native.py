@@ -1,0 +1,210 @@
+"""The native decode kernel against the specification in float64, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from tieredkv.attention import native
+from tieredkv.attention.lse import merge
+from tieredkv.attention.native import DecodePlan, NativeKernels
+from tieredkv.errors import MismatchError
+from tieredkv.reference import attend
+
+POOL = 3000
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+    return NativeKernels(tmp_path_factory.mktemp("kernels"))
+
+
+def _mask(rows: list[list[tuple[int, int]]], new: int, fresh: int) -> list[torch.Tensor | None]:
+    masks: list[torch.Tensor | None] = []
+    for row in rows:
+        total = sum(tokens for _, tokens in row)
+        ends = torch.arange(total - new + 1, total + 1) if fresh else torch.full((new,), total)
+        masks.append(torch.arange(total) < ends[:, None])
+    return masks
+
+
+@settings(max_examples=80)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    dims=st.sampled_from([(64, 64), (32, 80)]),
+    heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4)]),
+    new=st.sampled_from([1, 1, 1, 2, 5]),
+    fresh=st.booleans(),
+    threads=st.integers(1, 3),
+    spread=st.sampled_from([1.0, 40.0]),
+)
+def test_any_stretches_of_any_rows(
+    kernels: NativeKernels,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    new: int,
+    fresh: bool,
+    threads: int,
+    spread: float,
+) -> None:
+    lengths = st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 512, 700]))
+    stretch = lengths.flatmap(lambda tokens: st.tuples(st.integers(0, POOL - tokens), st.just(tokens)))
+    rows = data.draw(st.lists(st.lists(stretch, max_size=4), min_size=1, max_size=4))
+    k, v = (torch.full((heads[1], POOL, dim), torch.nan, dtype=dtype) for dim in dims)
+    for row in rows:
+        for offset, tokens in row:
+            k[:, offset : offset + tokens] = torch.randn(heads[1], tokens, dims[0]).to(dtype)
+            v[:, offset : offset + tokens] = torch.randn(heads[1], tokens, dims[1]).to(dtype)
+    q = (spread * torch.randn(len(rows), new, heads[0], dims[0])).to(dtype).transpose(1, 2)
+    assert kernels.serves(q, heads[1], *dims)
+    plan = DecodePlan(rows, kv_heads=heads[1], threads=threads, fresh=new if fresh else 0)
+    out, lse = kernels.attend(q, k, v, plan, scale=0.2)
+    blocks = [
+        [(k[:, a : a + n].double(), v[:, a : a + n].double()) for a, n in row]
+        or [(k[:, :0].double(), v[:, :0].double())]
+        for row in rows
+    ]
+    exact_out, exact_lse = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, new, fresh))
+    # Scores are sums in fp32 of exact products, so their error, and with it that of the weights, grows with them.
+    tolerance = 2e-6 * max(1.0, float(exact_lse.nan_to_num(neginf=0.0).abs().max()))
+    torch.testing.assert_close(out.double(), exact_out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_against_sdpa(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, heads, tokens, 128).to(dtype) for heads, tokens in ((8, 1), (2, 2500), (2, 2500)))
+    plan = DecodePlan([[(0, 1300), (1300, 1200)]], kv_heads=2, threads=2, fresh=1)
+    out = merge([kernels.attend(q, k[0], v[0], plan, scale=0.1)], sinks=None, dtype=dtype)
+    exact = attend(q.double(), [[(k[0].double(), v[0].double())]], scale=0.1)[0]
+    stock = scaled_dot_product_attention(q, k, v, scale=0.1, enable_gqa=True)
+    assert (out.double() - exact).abs().max() <= 2 * (stock.double() - exact).abs().max()
+
+
+def test_the_same_bits_whatever_thread_comes_first(kernels: NativeKernels) -> None:
+    q, pool = torch.randn(3, 6, 1, 64), torch.randn(2, POOL, 64)
+    plan = DecodePlan([[(0, 2900)], [(5, 700)], [(100, 64)]], kv_heads=2, threads=2, fresh=1)
+    first = kernels.attend(q, pool, pool, plan, scale=0.2)
+    for _ in range(20):
+        again = kernels.attend(q, pool, pool, plan, scale=0.2)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
+
+
+def test_one_plan_serves_layers_of_unlike_dims_and_heads_with_any_stride(kernels: NativeKernels) -> None:
+    plan = DecodePlan([[(3, 200), (900, 31)]], kv_heads=2, threads=2, fresh=1)
+    for dim in (64, 128):
+        q, pool = torch.randn(1, 4, 1, dim), torch.randn(2, 1, POOL + 77, dim)[:, 0, 77:]
+        assert kernels.serves(q, 2, dim, dim)
+        block = (
+            (pool[:, 3:203].double(), pool[:, 3:203].double()),
+            (pool[:, 900:931].double(), pool[:, 900:931].double()),
+        )
+        exact = attend(q.double(), [block], scale=0.1)[0]
+        torch.testing.assert_close(
+            kernels.attend(q, pool, pool, plan, scale=0.1).out.double(), exact, atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("flags", [("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-fma"), ("-fno-openmp",)])
+def test_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    if os.uname().machine != "x86_64":
+        pytest.skip("flags of x86")
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, *flags))
+    kernels = NativeKernels(tmp_path)
+    q, pool = torch.randn(2, 4, 3, 32).to(torch.bfloat16), torch.randn(2, POOL, 32).to(torch.bfloat16)
+    assert kernels.serves(q, 2, 32, 32), kernels.reason
+    rows = [[(0, 1000), (1500, 13)], [(40, 7)]]
+    plan = DecodePlan(rows, kv_heads=2, threads=1 if "openmp" in flags[0] else 2, fresh=3)
+    out = kernels.attend(q, pool, pool, plan, scale=0.2).out
+    blocks = [[(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for a, n in row] for row in rows]
+    exact = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, 3, 3))[0]
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_work_is_cut_for_all_threads_and_no_finer() -> None:
+    assert DecodePlan([[(0, 8192)]], kv_heads=3, threads=2, fresh=1).units == 16
+    assert DecodePlan([[(0, 1024)]], kv_heads=3, threads=2, fresh=1).units == 3
+    assert DecodePlan([[(0, 200)]], kv_heads=8, threads=2, fresh=1).units == 1
+    assert DecodePlan([[(0, 16), (32, 16), (64, 16)], [], [(0, 100)]], kv_heads=1, threads=8, fresh=1).units == 3
+    assert DecodePlan([[]], kv_heads=2, threads=2, fresh=1).units == 0
+
+
+def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 2, 1, 16)
+    assert NativeKernels(tmp_path).serves(q, 1, 16, 16)
+    built = list(tmp_path.iterdir())
+    assert len(built) == 1
+    run = subprocess.run
+
+    def only_version(command: list[str], **kwargs: object) -> object:
+        assert command[1:] == ["--version"]
+        return run(command, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", only_version)
+    again = NativeKernels(tmp_path)
+    assert again.serves(q, 1, 16, 16)
+    assert list(tmp_path.iterdir()) == built
+
+
+@pytest.mark.parametrize("compiler", ["nowhere", "failing"])
+def test_without_a_working_compiler_the_reason_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    failing = tmp_path / "cxx"
+    failing.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken header >&2\nexit 1\n')
+    failing.chmod(0o700)
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler == "nowhere":
+        monkeypatch.setenv("PATH", "")
+    kernels = NativeKernels(tmp_path / "kernels", str(failing) if compiler == "failing" else None)
+    q, pool = torch.zeros(1, 2, 1, 16), torch.zeros(1, 9, 16)
+    assert not kernels.serves(q, 1, 16, 16)
+    assert kernels.reason is not None
+    assert ("no C++ compiler" if compiler == "nowhere" else "broken header") in kernels.reason
+    with pytest.raises(MismatchError):
+        kernels.attend(q, pool, pool, DecodePlan([[(0, 9)]], kv_heads=1, threads=1, fresh=1), scale=1.0)
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    kernels = NativeKernels(shared)
+    assert kernels.serves(torch.zeros(1, 2, 1, 16), 1, 16, 16)
+    assert not list(shared.iterdir())
+    own = kernels._folder
+    assert own.exists()
+    del kernels
+    gc.collect()
+    assert not own.exists()
+
+
+def test_what_it_does_not_serve(kernels: NativeKernels) -> None:
+    assert not kernels.serves(torch.zeros(1, 2, 1, 24), 1, 24, 16)
+    assert not kernels.serves(torch.zeros(1, 2, 1, 16, dtype=torch.float64), 1, 16, 16)
+    assert not kernels.serves(torch.zeros(1, 8, 9, 16), 1, 16, 16)
+    assert not kernels.serves(torch.zeros(1, 2, 1, 16, device="meta"), 1, 16, 16)
+
+
+def test_a_plan_of_another_forward_is_refused(kernels: NativeKernels) -> None:
+    pool = torch.zeros(2, 9, 64)
+    plan = DecodePlan([[(0, 9)]], kv_heads=2, threads=1, fresh=1)
+    for q in (torch.zeros(2, 4, 1, 64), torch.zeros(1, 4, 2, 64)):
+        assert kernels.serves(q, 2, 64, 64)
+        with pytest.raises(MismatchError):
+            kernels.attend(q, pool, pool, plan, scale=1.0)
+    with pytest.raises(MismatchError):
+        kernels.attend(torch.zeros(1, 4, 1, 64), pool[:1], pool[:1], plan, scale=1.0)

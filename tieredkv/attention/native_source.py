@@ -1,0 +1,257 @@
+"""The C++ of the native decode kernel, compiled by `native` for one dtype and one pair of dims.
+
+One call attends the few new tokens of every row over all stretches of its keys: work items are (unit, KV head), a
+unit being some of one row's stretches; each item leaves (max, sum, weighted values), and the last item of a row and
+head merges them in order, so results do not depend on which thread came when. K and V are read once, in fp32
+arithmetic, for all queries of a KV head. Portable vector extensions, no headers of torch.
+
+Imports: nothing.
+"""
+
+from __future__ import annotations
+
+SOURCE = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#ifdef _OPENMP
+#include <omp.h>
+static inline int thread_number() { return omp_get_thread_num(); }
+#else
+static inline int thread_number() { return 0; }
+#endif
+
+#if SCALAR == 0
+typedef float scalar;
+#elif SCALAR == 1
+typedef uint16_t scalar;  // bfloat16
+#else
+typedef _Float16 scalar;
+#endif
+
+// As many tokens at once as there are vector registers for their sums.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, TOKENS = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, TOKENS = 8;
+#else
+constexpr int LANES = 4, TOKENS = 8;
+#endif
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+constexpr int CHUNK = 128;  // tokens whose scores are held at once; native.CHUNK_TOKENS
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+static inline vec load(const float* from) { return *(const vec*)from; }
+static inline void store(float* to, vec x) { *(vec*)to = x; }
+static inline vec all(float x) { return vec{} + x; }
+
+static inline float widen(float x) { return x; }
+static inline float widen(uint16_t x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+#if SCALAR == 2
+static inline float widen(_Float16 x) { return (float)x; }
+#endif
+
+static inline float sum_of(vec x) {
+  float sum = 0;
+  for (int i = 0; i < LANES; i++) sum += x[i];
+  return sum;
+}
+
+// exp for x <= 0, within 2 units of the last place; 0 below -87.
+static inline vec exp_of(vec x) {
+  const vec safe = x < all(-87.0f) ? all(-87.0f) : x;
+  const vec shift = all(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer, found in the low bits
+  const vec shifted = safe * 1.44269504088896341f + shift;
+  ivec n;
+  memcpy(&n, &shifted, sizeof n);
+  const vec whole = shifted - shift;
+  const vec f = (safe - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  vec p = f * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  const ivec bits = (n - 0x4B400000 + 127) << 23;
+  vec power;
+  memcpy(&power, &bits, sizeof power);
+  return x < all(-87.0f) ? vec{} : p * power;
+}
+
+// The sums of TOKENS vectors, stored side by side.
+static inline void store_sums(float* to, vec* a) {
+#if defined(__AVX512F__)
+#define FOLD(x, y, low, high) (__builtin_shufflevector(x, y, low) + __builtin_shufflevector(x, y, high))
+#define L8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define H8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define L4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define H4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#define L2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
+#define H2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
+#define L1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define H1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+  for (int i = 0; i < 8; i++) a[i] = FOLD(a[2 * i], a[2 * i + 1], L8, H8);
+  for (int i = 0; i < 4; i++) a[i] = FOLD(a[2 * i], a[2 * i + 1], L4, H4);
+  for (int i = 0; i < 2; i++) a[i] = FOLD(a[2 * i], a[2 * i + 1], L2, H2);
+  store(to, FOLD(a[0], a[1], L1, H1));
+#else
+  for (int t = 0; t < TOKENS; t++) to[t] = sum_of(a[t]);
+#endif
+}
+
+// n rows of `dim` as fp32: where they are, or widened into the tile, whose missing rows are 0.
+static inline const float* rows_of(const scalar* from, int n, int dim, float* tile) {
+#if SCALAR == 0
+  if (n == TOKENS) return from;
+#endif
+  for (int i = 0; i < n * dim; i++) tile[i] = widen(from[i]);
+  for (int i = n * dim; i < TOKENS * dim; i++) tile[i] = 0;
+  return tile;
+}
+
+// s[i][t] = q[i] . k[t]
+static void scores_of(const float* q, int queries, const scalar* k, int n, float* s) {
+  alignas(64) float tile[TOKENS * K_DIM];
+  for (int t0 = 0; t0 < n; t0 += TOKENS) {
+    const int tokens = n - t0 < TOKENS ? n - t0 : TOKENS;
+    const float* rows = rows_of(k + (int64_t)t0 * K_DIM, tokens, K_DIM, tile);
+    for (int i = 0; i < queries; i++) {
+      vec a[TOKENS];
+#pragma GCC unroll 16
+      for (int t = 0; t < TOKENS; t++) a[t] = vec{};
+      for (int d = 0; d < K_DIM; d += LANES) {
+        const vec x = load(q + i * K_DIM + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < TOKENS; t++) a[t] += x * load(rows + t * K_DIM + d);
+      }
+      store_sums(s + i * CHUNK + t0, a);
+    }
+  }
+}
+
+// acc[i] += sum over t of p[i][t] * v[t]
+static void add_values(const float* p, int queries, const scalar* v, int n, float* acc) {
+  alignas(64) float tile[TOKENS * V_DIM];
+  for (int t0 = 0; t0 < n; t0 += TOKENS) {
+    const int tokens = n - t0 < TOKENS ? n - t0 : TOKENS;
+    const float* rows = rows_of(v + (int64_t)t0 * V_DIM, tokens, V_DIM, tile);
+    for (int i = 0; i < queries; i++) {
+      vec a[V_DIM / LANES];
+#pragma GCC unroll 64
+      for (int d = 0; d < V_DIM / LANES; d++) a[d] = load(acc + i * V_DIM + d * LANES);
+      for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 64
+        for (int d = 0; d < V_DIM / LANES; d++) a[d] += p[i * CHUNK + t0 + t] * load(rows + t * V_DIM + d * LANES);
+#pragma GCC unroll 64
+      for (int d = 0; d < V_DIM / LANES; d++) store(acc + i * V_DIM + d * LANES, a[d]);
+    }
+  }
+}
+
+// One chunk of a stretch, folded into (top, total, acc).
+static void fold_chunk(const float* q, int queries, const scalar* k, const scalar* v, int n, int fresh, int64_t behind,
+                       float* s, float* top, float* total, float* acc) {
+  scores_of(q, queries, k, n, s);
+  for (int i = 0; i < queries; i++) {
+    float* row = s + i * CHUNK;
+    // Of `fresh` causal new tokens, query i is number i % fresh; `behind` tokens of the row come after the chunk.
+    const int64_t seen = n + behind - (fresh ? fresh - 1 - i % fresh : 0);
+    const int64_t first_hidden = seen < 0 ? 0 : seen < n ? seen : n;
+    for (int64_t t = first_hidden; t < (n + LANES - 1) / LANES * LANES; t++) row[t] = NOTHING;
+    vec high = all(top[i]);
+    for (int t = 0; t < n; t += LANES) {
+      const vec x = load(row + t);
+      high = x > high ? x : high;
+    }
+    float most = top[i];
+    for (int l = 0; l < LANES; l++) most = high[l] > most ? high[l] : most;
+    if (most == NOTHING) {
+      memset(row, 0, n * sizeof(float));
+      continue;
+    }
+    vec sum{};
+    for (int t = 0; t < n; t += LANES) {
+      const vec x = exp_of(load(row + t) - most);
+      store(row + t, x);
+      sum += x;
+    }
+    const float keep = std::exp(top[i] - most);
+    top[i] = most;
+    total[i] = total[i] * keep + sum_of(sum);
+    for (int d = 0; d < V_DIM; d++) acc[i * V_DIM + d] *= keep;
+  }
+  add_values(s, queries, v, n, acc);
+}
+
+// Merge the items of one row and KV head, in order; none gives 0 and -inf.
+static void merge_items(const float* items, int64_t first, int64_t last, int kv_heads, int queries, float* out,
+                        float* lse) {
+  const int64_t size = (int64_t)queries * (2 + V_DIM);
+  for (int i = 0; i < queries; i++) {
+    float top = NOTHING, total = 0;
+    float* to = out + i * V_DIM;
+    memset(to, 0, V_DIM * sizeof(float));
+    for (int64_t u = first; u < last; u++) top = std::fmax(top, items[u * kv_heads * size + i]);
+    for (int64_t u = first; u < last && top != NOTHING; u++) {
+      const float* item = items + u * kv_heads * size;
+      const float weight = std::exp(item[i] - top);
+      total += weight * item[queries + i];
+      for (int d = 0; d < V_DIM; d++) to[d] += weight * item[2 * queries + i * V_DIM + d];
+    }
+    const float scale = total > 0 || total != total ? 1 / total : 0;
+    for (int d = 0; d < V_DIM; d++) to[d] *= scale;
+    lse[i] = top + std::log(total);
+  }
+}
+
+// plan: rows, units, then [rows + 1] first unit of each row, [units + 1] first stretch of each unit,
+// [units] row of each unit, [rows] tokens of each row, [stretches][3] offset in the pool, tokens, tokens before it.
+// scratch: rows * kv_heads counters, then the items, then for each thread queries and scores.
+extern "C" void tieredkv_decode(const scalar* q, const scalar* k, const scalar* v, float* out, float* lse,
+                                float* scratch, const int64_t* plan, int64_t k_stride, int64_t v_stride,
+                                int64_t kv_heads, int64_t queries, int64_t fresh, float scale, int64_t threads) {
+  const int64_t rows = plan[0], units = plan[1];
+  const int64_t *row_units = plan + 2, *unit_stretches = row_units + rows + 1, *unit_rows = unit_stretches + units + 1;
+  const int64_t *row_tokens = unit_rows + units, *stretches = row_tokens + rows;
+  int* done = (int*)scratch;
+  float* items = scratch + rows * kv_heads;
+  const int64_t size = queries * (2 + V_DIM), own = queries * (K_DIM + CHUNK);
+  float* workspaces = items + units * kv_heads * size;
+  memset(done, 0, rows * kv_heads * sizeof(int));
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t h = 0; h < kv_heads && row_units[r] == row_units[r + 1]; h++)
+      merge_items(items, 0, 0, kv_heads, queries, out + (r * kv_heads + h) * queries * V_DIM,
+                  lse + (r * kv_heads + h) * queries);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+  for (int64_t x = 0; x < units * kv_heads; x++) {
+    const int64_t u = x / kv_heads, h = x % kv_heads, r = unit_rows[u], rh = r * kv_heads + h;
+    float* mine = workspaces + own * thread_number();
+    float* s = mine + queries * K_DIM;
+    for (int64_t i = 0; i < queries * K_DIM; i++) mine[i] = scale * widen(q[rh * queries * K_DIM + i]);
+    float *top = items + x * size, *total = top + queries, *acc = total + queries;
+    for (int64_t i = 0; i < queries; i++) top[i] = NOTHING;
+    memset(total, 0, (size - queries) * sizeof(float));
+    for (int64_t j = unit_stretches[u]; j < unit_stretches[u + 1]; j++) {
+      const int64_t offset = stretches[3 * j], tokens = stretches[3 * j + 1];
+      for (int64_t t = 0; t < tokens; t += CHUNK) {
+        const int n = (int)(tokens - t < CHUNK ? tokens - t : CHUNK);
+        const int64_t behind = row_tokens[r] - stretches[3 * j + 2] - t - n;
+        fold_chunk(mine, (int)queries, k + h * k_stride + (offset + t) * K_DIM, v + h * v_stride + (offset + t) * V_DIM,
+                   n, (int)fresh, behind, s, top, total, acc);
+      }
+    }
+    // The release of each item's results and the acquisition by whoever comes last.
+    if (__atomic_add_fetch(done + rh, 1, __ATOMIC_ACQ_REL) == row_units[r + 1] - row_units[r])
+      merge_items(items + h * size, row_units[r], row_units[r + 1], (int)kv_heads, (int)queries,
+                  out + rh * queries * V_DIM, lse + rh * queries);
+  }
+}
+"""
