@@ -171,7 +171,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor, what: str = "", tolera
 @torch.no_grad()
 def feed(model: PreTrainedModel, ids: torch.Tensor, cache: Any, pieces: Iterable[int] = (), **keywords: Any) -> Any:
     """Logits of all tokens, given to a cache in pieces of these sizes; what is left comes as the last piece."""
-    borders = [*itertools.accumulate(pieces, initial=0), ids.shape[1]]
+    borders = [min(at, ids.shape[1]) for at in itertools.accumulate(pieces, initial=0)] + [ids.shape[1]]
     parts = [
         model(ids[:, first:last], past_key_values=cache, **keywords).logits
         for first, last in itertools.pairwise(borders)

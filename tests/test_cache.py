@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from support import (
     assert_close,
     assert_generated,
     audit,
+    difference,
     feed,
     generate,
     locations,
@@ -29,6 +31,8 @@ from support import (
     tiny,
     tokens,
 )
+
+from transformers import DynamicCache
 
 import tieredkv
 from tieredkv.device import CpuDevice, SimulatedAccelerator
@@ -43,8 +47,8 @@ def of(model: Any, way: str) -> Any:
     return model if way == "blocks" else model.config
 
 
-def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("tieredkv")}
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tieredkv")}
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
@@ -65,12 +69,16 @@ def test_every_family_in_three_tiers(cold_dir: Path, name: str, way: str) -> Non
     """Pieces that start and end inside blocks, at their borders, and over several of them."""
     model, ids = tiny(name), tokens(250, rows=2)
     with small(of(model, way), cold_dir) as cache:
-        logits = feed(model, ids, cache, [100, 1, 1, 10, 16, 1, 31, 33, 1])
-        assert_close(logits, oracle(ids, name))
+        pieces = [100, 1, 1, 10, 16, 1, 31, 33, 1]
+        logits = feed(model, ids, cache, pieces)
+        # Linear attention in pieces differs from linear attention at once by more than rounding.
+        wanted = feed(tiny(name), ids, DynamicCache(config=model.config), pieces) if name == "qwen3next" else None
+        assert_close(logits, oracle(ids, name) if wanted is None else wanted)
         if cache.parts().tiered:
             assert set(locations(cache)) == {"hot", "warm", "cold"}
-            fails = way == "blocks" and name in ("llama", "gemma3", "gemma2", "gptoss", "mla", "qwen3next")
-            assert (cache.mode, cache.fallback_reason is None) == (("blocks", True) if fails else ("gather", False))
+        over_blocks = way == "blocks" and name in ("llama", "gemma3", "gemma2", "gptoss", "qwen3next")
+        assert cache.mode == ("blocks" if over_blocks else "gather")
+        assert (cache.fallback_reason is None) == over_blocks
         audit(cache)
 
 
@@ -161,7 +169,7 @@ def test_four_dimensional_masks_of_the_user(cold_dir: Path, kind: str, way: str)
 
 def test_shared_tails_are_copied_when_they_are_written_and_not_before(cold_dir: Path) -> None:
     model, ids = tiny(), tokens(40)
-    with small(model, cold_dir) as cache:
+    with small(model, cold_dir, hot="256 tokens") as cache:
         feed(model, ids, cache)
         store = store_of(cache)
         used = store.hot.slots.used
@@ -321,7 +329,7 @@ def test_older_blocks_are_written_down_early_and_stay_hot(cold_dir: Path) -> Non
         both = [block for block in holder.table.blocks() if block.hot is not None and block.is_stored_below]
         assert both
         assert set(locations(cache)) == {"hot"}
-        assert cache.stats().moves["hot_to_warm"].blocks >= len(both)
+        assert sum(move.blocks for move in cache.stats().moves.values()) == len(both)
 
 
 def test_blocks_of_low_priority_leave_first(cold_dir: Path) -> None:
@@ -620,7 +628,7 @@ def test_a_cache_that_is_dropped_takes_its_threads_and_its_folder_along(cold_dir
     try:
         del cache
         assert eventually(lambda: not list(cold_dir.iterdir())), "not without the cycle collector"
-        assert eventually(lambda: threads() == before)
+        assert eventually(lambda: threads() <= before)
     finally:
         gc.enable()
 
@@ -651,12 +659,10 @@ def test_closing_frees_memory_and_files(cold_dir: Path) -> None:
     model, before = tiny(), threads()
     with small(model, cold_dir) as cache:
         feed(model, tokens(300), cache)
-        pool = store_of(cache).hot.planes[0][0].untyped_storage()
-        kept = pool._weak_ref()
-        del pool
-    assert threads() == before
+        pool = weakref.ref(store_of(cache).hot.planes[0][0])
+    assert threads() <= before
     assert not list(cold_dir.iterdir())
-    assert torch.UntypedStorage._expired(kept)
+    assert pool() is None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -713,8 +719,11 @@ def test_lossy_is_deterministic(cold_dir: Path, codec: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8"])
-def test_lossy_logits_are_near_the_exact_ones(cold_dir: Path, codec: str) -> None:
-    model, ids = tiny(initializer_range=0.1), tokens(150)
-    with small(model, cold_dir, codec=codec) as cache:
-        logits = feed(model, ids, cache, [100, 1, 1])
-    assert_close(logits, oracle(ids, initializer_range=0.1), tolerance=0.2)
+def test_lossy_keys_and_values_are_near_the_exact_ones(cold_dir: Path, codec: str) -> None:
+    model, ids = tiny(), tokens(150)
+    exact = DynamicCache(config=model.config)
+    with small(model.config, cold_dir, codec=codec) as cache:
+        for some in (cache, exact):
+            feed(model, ids, some, [100, 1, 1])
+        for got, wanted in zip(cache.gather_layer(0) or (), (exact.layers[0].keys, exact.layers[0].values), strict=True):
+            assert 0 < difference(got, wanted) <= {"fp8": 0.04, "int8": 0.01}[codec]

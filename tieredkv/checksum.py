@@ -36,7 +36,8 @@ _EAGER_PIECE_WORDS = 128 * 1024
 # Below this the dispatch of the compiled kernel costs more than it saves.
 _COMPILED_MIN_WORDS = 32 * 1024
 _COMPILED_MIN_HEAD_WORDS = 8
-_COMPILE_AFTER_BYTES = 64 * 1024**2
+# Compiling takes 5 to 10 seconds cold; the eager kernel loses that much over some tens of gigabytes.
+_COMPILE_AFTER_BYTES = 8 * 1024**3
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -147,9 +147,12 @@ class Prefetcher:
             self._wait(load)
             k, v, _ = self._buffers[load.buffer].views(layer)
             count = len(chunks[index].blocks)
-            yield k[:, :count].flatten(1, 2), v[:, :count].flatten(1, 2), load.buffer
+            try:
+                yield k[:, :count].flatten(1, 2), v[:, :count].flatten(1, 2), load.buffer
+            finally:
+                # An attention that failed may have begun to read.
+                self._read[load.buffer] = self._device.record()
             self._loads.popleft()
-            self._read[load.buffer] = self._device.record()
             self._free.append(load.buffer)
             self._fill()
 

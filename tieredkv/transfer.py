@@ -165,7 +165,7 @@ class Mover:
         while self._held and (self._held[0][0].done() or self._held_bytes > MAX_HELD_BYTES):
             oldest, freed_bytes = self._held.popleft()
             self._held_bytes -= freed_bytes
-            oldest.wait()
+            oldest.join()  # a failure belongs to the forward that wrote, and is raised when that one is committed
 
     def _source_planes(self, layer: int, source: str, slots: list[int], blocks: tuple[Block, ...]) -> Planes:
         if source == "hot":

@@ -9,10 +9,11 @@ Imports: errors, block, block_table, placement, plan, store, reads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from tieredkv.block import Block
-from tieredkv.errors import BudgetError, ColdTierError, TieredKVError
+from tieredkv.errors import BudgetError, ColdTierError
 from tieredkv.placement import leaving_order, split_new_blocks
 from tieredkv.plan import ForwardPlan, HotWrite, ThroughWrite
 from tieredkv.store.blocks import BlockStore, Holder
@@ -46,21 +47,28 @@ def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
         needed = _room(store, holder, new)
         window = store.budget.window_tokens
         protected = _protected(store, holder)
+        below: list[tuple[str, int]] = []
         try:
             store.make_room(needed.hot * rows + needed.copies, protected, window, "room")
             _own_tails(store, holder)
             places = store.take_lower(needed.through * rows) if needed.through else []
-        except ColdTierError as failure:
-            store.give_up_cold(failure)
-            raise store.no_room_below(needed.through * rows) from failure
-        first_new = -(-past // size)
-        _append_blocks(store, holder, needed, places)
-        plan = dataclasses.replace(
-            plan,
-            hot_writes=_hot_writes(holder, past, new, size),
-            through_writes=_through_writes(holder, past, size, first_new, needed.through),
-        )
-        holder.plan = plan_reads(store, holder, plan)
+            below += [(role, slot) for role, slots in places for slot in slots]
+            _append_blocks(store, holder, needed, below)
+            plan = dataclasses.replace(
+                plan,
+                hot_writes=_hot_writes(holder, past, new, size),
+                through_writes=_through_writes(holder, past, size, -(-past // size), needed.through),
+            )
+            holder.plan = plan_reads(store, holder, plan)
+        except BaseException as failure:
+            # An interrupt too may come after slots were taken.
+            for role, slot in below:
+                store.tiers[role].slots.release(slot)
+            holder.table.truncate(past)
+            if isinstance(failure, ColdTierError):
+                store.give_up_cold(failure)
+                raise store.no_room_below(needed.through * rows) from failure
+            raise
         return holder.plan
 
 
@@ -79,7 +87,7 @@ def commit(store: BlockStore, holder: Holder) -> None:
                 for block in write.blocks:
                     for event in store.through.pop(block.id, ()):
                         event.wait()
-        except (TieredKVError, OSError) as failure:
+        except BaseException as failure:  # an interrupt while waiting too
             holder.plan = plan
             rollback(store, holder)
             if isinstance(failure, ColdTierError):
@@ -111,13 +119,8 @@ def crop(store: BlockStore, holder: Holder, tokens: int) -> None:
 def settle(store: BlockStore, holder: Holder) -> None:
     """Seal full blocks, write down what is outside the window, and hold the watermark."""
     with store.lock:
-        full = holder.tokens // store.block_size
-        sealed = False
-        for row in holder.table:
-            for index in range(full - 1, -1, -1):
-                if row[index].sealed:
-                    break
-                row[index].sealed = sealed = True
+        # Of other caches too: one that rests after its last forward must not keep the others out of hot.
+        sealed = any([_seal(each, store.block_size) for each in store.holders])
         store.poll()
         if not sealed or not store.lower_tiers():
             return
@@ -128,11 +131,23 @@ def settle(store: BlockStore, holder: Holder) -> None:
         outside = [c for c in store.candidates(protected) if c.distance >= window]
         outside = leaving_order(outside, window)
         missing = [c.block for c in outside if not c.block.is_stored_below and not store.is_moving(c.block)]
-        store.start_move(missing[: store.lower_free()], "hot", "window")
+        with contextlib.suppress(BudgetError):  # a disk that filled up meanwhile: these blocks stay hot for now
+            store.start_move(missing[: store.lower_free()], "hot", "window")
         over = slots.used - int(store.settings.watermark * slots.total)
         if over > 0:
             ready = [c.block for c in outside if c.block.is_stored_below or store.is_moving(c.block)]
             store.leave_hot(ready[:over], "watermark")
+
+
+def _seal(holder: Holder, size: int) -> bool:
+    """Seal the blocks that are full of committed tokens; whether there were any."""
+    found = False
+    for row in holder.table:
+        for index in range(holder.tokens // size - 1, -1, -1):
+            if row[index].sealed:
+                break
+            row[index].sealed = found = True
+    return found
 
 
 def _protected(store: BlockStore, holder: Holder) -> set[int]:
@@ -225,7 +240,12 @@ def _own_tails(store: BlockStore, holder: Holder) -> None:
             old.hot = None
         else:
             fresh = store.new_block(hot=store.take_hot(None))
-            _copy_into(store, old, fresh)
+            try:
+                _copy_into(store, old, fresh)
+            except BaseException:
+                fresh.refs = 0
+                store.release(fresh)
+                raise
         fresh.tokens = fill
         holder.table.replace(index, len(row) - 1, fresh)
 
@@ -247,9 +267,8 @@ def _copy_into(store: BlockStore, old: Block, fresh: Block) -> None:
     store.device.run(copy, reads=[("hot", source)], writes=[("hot", target)], name="copy tail")
 
 
-def _append_blocks(store: BlockStore, holder: Holder, needed: _Room, places: list[tuple[str, list[int]]]) -> None:
-    """Add each row's new blocks: first those that go straight down, then the hot ones."""
-    below = [(role, slot) for role, slots in places for slot in slots]
+def _append_blocks(store: BlockStore, holder: Holder, needed: _Room, below: list[tuple[str, int]]) -> None:
+    """Add each row's new blocks: first those that go straight down, into slots taken off `below`, then the hot ones."""
     for row_index, row in enumerate(holder.table):
         for _ in range(needed.through):
             role, slot = below.pop(0)
