@@ -371,6 +371,32 @@ def test_a_refused_prompt_of_a_hybrid_model_leaves_every_layer_as_it_was() -> No
             cache.reset()
 
 
+def test_a_refused_prompt_of_a_linear_model_is_never_followed_by_a_wrong_logit() -> None:
+    """The recurrent state went ahead before the refusal, and cannot go back: the cache asks for a reset."""
+    model, ids = tiny("qwen3next"), tokens(60)
+    with small(model, None) as cache:
+        feed(model, ids[:, :40], cache)
+        with pytest.raises(BudgetError):
+            feed(model, tokens(400), cache)
+        with pytest.raises(MismatchError, match="reset"):
+            feed(model, ids[:, 40:], cache)
+        cache.reset()
+        assert_close(feed(model, ids, cache, [40, 1]), oracle(ids, "qwen3next"), tolerance=1e-4)
+
+
+def test_a_refused_length_is_asked_for_again_and_of_another_batch() -> None:
+    model, ids = tiny(), tokens(20)
+    with small(model, None, max_tokens=100, hot=11000) as cache:
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="100 tokens"):
+                feed(model, tokens(20, rows=2), cache)
+        cache.reset()
+    with small(model, None, max_tokens=48, hot=11000, window=None) as cache:
+        with pytest.raises(BudgetError, match="48 tokens"):
+            feed(model, tokens(20, rows=2), cache)
+        assert_close(feed(model, ids, cache), oracle(ids))
+
+
 @pytest.mark.parametrize("by", ["max_tokens", "reserve"])
 def test_a_length_that_is_asked_for_up_front(by: str) -> None:
     model, ids = tiny(), tokens(100)

@@ -315,7 +315,7 @@ def test_the_watermark_holds(cold_dir: Path) -> None:
         mark = int(0.75 * slots.total)
         for start in range(100, 700, 10):
             feed(model, ids[:, start : start + 10], cache)
-            assert slots.used <= mark + 1
+            assert slots.used <= mark + 2, "one that is being filled, one that is not sealed yet"
         assert slots.used >= mark - 1, "what fits stays hot"
 
 
@@ -410,6 +410,7 @@ def test_a_forward_that_was_interrupted(
 def test_an_interrupted_hybrid_model_is_right_or_refuses(cold_dir: Path, name: str, past: int) -> None:
     """Layers that are not tiered went ahead, and some of them cannot go back."""
     model, ids = tiny(name), tokens(100)
+    wanted, tolerance = oracle(ids, name), 1e-5 if name == "gemma3" else 1e-4  # linear attention in pieces is rougher
     with small(model, cold_dir) as cache:
         feed(model, ids[:, :past], cache)
         hook = stops_at(model.model.layers[1], Stop)
@@ -418,11 +419,12 @@ def test_an_interrupted_hybrid_model_is_right_or_refuses(cold_dir: Path, name: s
         hook.remove()
         try:
             start = cache.get_seq_length()
-            assert_close(feed(model, ids[:, start:], cache, [1, 20]), oracle(ids, name)[:, start:])
+            assert_close(feed(model, ids[:, start:], cache, [1, 20]), wanted[:, start:], tolerance=tolerance)
         except tieredkv.MismatchError as error:
-            assert past and "reset" in error.change
+            assert "reset" in error.change
+            assert name == "qwen3next" or past, "a linear state cannot go back, nor a window that has slid"
         cache.reset()
-        assert_close(feed(model, ids, cache, [50, 1]), oracle(ids, name))
+        assert_close(feed(model, ids, cache, [50, 1]), wanted, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("within", ["plan_reads", "_append_blocks", "_own_tails"])

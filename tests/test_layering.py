@@ -196,7 +196,7 @@ def test_a_breach_is_found(module: str, line: str) -> None:
         ("device.__init__", "from tieredkv.device.cuda import Cuda"),
         ("sizing", "def f() -> None:\n    import transformers"),
         ("sizing.shapes", "def f() -> None:\n    import transformers"),
-        ("hf", "import transformers\nfrom tieredkv.cache import TieredCache"),
+        ("cache", "import transformers\nfrom tieredkv.hf import seam"),
         ("cli", "import tieredkv\nprint(tieredkv.__version__)"),
         ("cli.demo", "from tieredkv import TieredCache\nfrom tieredkv.hf import register"),
         ("store", "g()\n" * (MOST_LINES - 2)),

@@ -147,9 +147,9 @@ def test_importing_the_class_lets_a_user_choose_the_attention() -> None:
 
 def test_registering_twice_is_as_good_as_once() -> None:
     once, twice, same = run(
-        f"{STATE}\n{EVERY_NAME}from tieredkv import hf\n"
+        f"{STATE}\n{EVERY_NAME}from tieredkv.hf import seam\n"
         "once, function = registered(), ALL_ATTENTION_FUNCTIONS['tieredkv']\n"
-        "hf.register()\n"
+        "seam.register()\n"
         "print(json.dumps([once, registered(), function is ALL_ATTENTION_FUNCTIONS['tieredkv']]))"
     )
     assert once == twice

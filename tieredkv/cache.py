@@ -26,7 +26,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.hf.attachment import Attachment
 from tieredkv.hf.forwarding import Forwarding
 from tieredkv.hf.others import OtherLayers
-from tieredkv.stats import CacheStats
+from tieredkv.stats import CacheStats, Mode
 from tieredkv.store import planner, requests
 
 
@@ -178,7 +178,7 @@ class TieredCache(Forwarding):
         return self._settings
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         """ "blocks" when every tiered layer is attended over blocks, "gather" otherwise."""
         return "blocks" if self._ways.all_blocks else "gather"
 
@@ -192,7 +192,11 @@ class TieredCache(Forwarding):
         return report.Parts(
             store=self._store,
             holder=self._holder,
+            settings=self._settings,
             tiered=tuple(self._tiered),
+            mode=self.mode,
+            fallback_reason=self.fallback_reason,
+            tokens=self.get_seq_length(),
             gather_peak_bytes=self._gather_peak_bytes,
             other_layers_bytes=self._others.nbytes,
             graphs=0 if self._store is None else self._kernels.graphs,
@@ -201,11 +205,11 @@ class TieredCache(Forwarding):
 
     def stats(self) -> CacheStats:
         """What the cache has done and holds now."""
-        return report.stats(self)
+        return report.stats(self.parts())
 
     def block_table(self) -> list[TableEntry]:
         """One entry for each block of each row in each layer."""
-        return report.block_table(self)
+        return report.block_table(self.parts())
 
     def __repr__(self) -> str:
         rows = 0 if self._holder is None else len(self._holder.table)

@@ -1,19 +1,16 @@
 """Snapshots of a cache for people: statistics and the printed block table.
 
-Imports: block_table, stats; the cache for its type.
+Imports: config, block_table, stats, store.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
 
 from tieredkv.block_table import TableEntry
-from tieredkv.stats import CacheStats, PhaseStats, TierStats
+from tieredkv.config import CacheSettings
+from tieredkv.stats import CacheStats, Mode, PhaseStats, TierStats
 from tieredkv.store import BlockStore, Holder
-
-if TYPE_CHECKING:
-    from tieredkv.cache import TieredCache
 
 _NOTHING = TierStats(0, 0, 0, 0, 0, 0, 0)
 
@@ -30,30 +27,32 @@ class Parts:
 
     store: BlockStore | None
     holder: Holder | None
+    settings: CacheSettings
     tiered: tuple[int, ...]
+    mode: Mode
+    fallback_reason: str | None
+    tokens: int
     gather_peak_bytes: int
     other_layers_bytes: int
     graphs: int
     position_exempt: int
 
 
-def stats(cache: TieredCache) -> CacheStats:
+def stats(parts: Parts) -> CacheStats:
     """What the cache has done and holds; counters are its store's, which deep copies share."""
-    parts = cache.parts()
     store, holder = parts.store, parts.holder
-    mode: Literal["blocks", "gather"] = "blocks" if cache.mode == "blocks" else "gather"
     tiers = {role: _NOTHING if store is None else _tier(store, role) for role in ("hot", "warm", "cold")}
     prefill, decode = (PhaseStats(), PhaseStats()) if store is None else store.counters.phases()
     moves = {} if store is None else store.counters.moves()
     counters = None if store is None else store.counters
     return CacheStats(
-        mode=mode,
-        fallback_reason=cache.fallback_reason,
-        tokens=cache.get_seq_length(),
+        mode=parts.mode,
+        fallback_reason=parts.fallback_reason,
+        tokens=parts.tokens,
         rows=0 if holder is None else len(holder.table),
-        block_size=cache.settings.block_size,
-        window_tokens=(cache.settings.window or 0) if store is None else store.budget.window_tokens,
-        codec=cache.settings.codec,
+        block_size=parts.settings.block_size,
+        window_tokens=(parts.settings.window or 0) if store is None else store.budget.window_tokens,
+        codec=parts.settings.codec,
         **tiers,
         moves=moves,
         verified_blocks=counters.verified_blocks if counters else 0,
@@ -89,14 +88,13 @@ def _tier(store: BlockStore, role: str) -> TierStats:
     )
 
 
-def block_table(cache: TieredCache) -> list[TableEntry]:
+def block_table(parts: Parts) -> list[TableEntry]:
     """One entry for each block of each row in each tiered layer."""
-    parts = cache.parts()
     store, holder = parts.store, parts.holder
     if store is None or holder is None:
         return []
     with store.lock:
-        tokens = cache.get_seq_length()  # with those of a forward that is complete and not yet closed
+        tokens = parts.tokens  # with those of a forward that is complete and not yet closed
         return [
             TableEntry(
                 row=row_index,

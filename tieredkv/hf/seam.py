@@ -120,12 +120,7 @@ def attention(
     handle.claimed = True
     cache.handle_arrived(handle, reason)
     if reason is not None and not handle.full:
-        raise HandleError(
-            "Attention over blocks cannot serve a layer that it has served before.",
-            wanted="the same attention as in the first forward",
-            got=reason,
-            change="reset the cache after changing the model, or use another attention implementation",
-        )
+        raise _changed(reason)
     if reason is not None or (handle.full and handle.plan.past):
         return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     call = LayerCall(
@@ -139,6 +134,15 @@ def attention(
         mask=mask,
     )
     return cache.engine.attend(handle.plan, call).transpose(1, 2).contiguous(), None
+
+
+def _changed(reason: str) -> HandleError:
+    return HandleError(
+        "Attention over blocks cannot serve a layer that it has served before.",
+        wanted="the same attention as in the first forward",
+        got=reason,
+        change="reset the cache after changing the model, or use another attention implementation",
+    )
 
 
 def _why_not_blocks(
