@@ -406,7 +406,7 @@ def test_a_forward_that_was_interrupted(
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3next"])
-@pytest.mark.parametrize("past", [0, 30])
+@pytest.mark.parametrize("past", [0, 3, 30])
 def test_an_interrupted_hybrid_model_is_right_or_refuses(cold_dir: Path, name: str, past: int) -> None:
     """Layers that are not tiered went ahead, and some of them cannot go back."""
     model, ids = tiny(name), tokens(100)
@@ -422,7 +422,7 @@ def test_an_interrupted_hybrid_model_is_right_or_refuses(cold_dir: Path, name: s
             assert_close(feed(model, ids[:, start:], cache, [1, 20]), wanted[:, start:], tolerance=tolerance)
         except tieredkv.MismatchError as error:
             assert "reset" in error.change
-            assert name == "qwen3next" or past, "a linear state cannot go back, nor a window that has slid"
+            assert name == "qwen3next", "only a linear state cannot go back"
         cache.reset()
         assert_close(feed(model, ids, cache, [50, 1]), wanted, tolerance=tolerance)
 

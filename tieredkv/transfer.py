@@ -149,6 +149,7 @@ class Mover:
 
         event = self._device.down.submit(
             work,
+            reads=[("new", layer)],
             writes=[(write.tier, slot) for slot in write.slots],
             after=[self._device.record()],
             nbytes=self.row_bytes[layer] * count,

@@ -85,7 +85,7 @@ def test_a_document_in_three_tiers_gives_the_tokens_of_the_stock_cache(model: st
     before = {name for name in os.listdir(scratch) if name.startswith("tieredkv-demo-")}
     result = run("--model", model, *SHORT, "--json", str(file))
     assert result.exit_code == 0, result.output
-    for text in ("What does the import statement do?", "same tokens", "yes", "hot → cold", "cold → hot", "checksum failures", "SDPA"):
+    for text in ("What happens when a requested module cannot be found?", "same tokens", "yes", "hot → cold", "cold → hot", "checksum failures", "SDPA"):
         assert text in result.output
     found = json.loads(file.read_text())
     assert found["same_tokens"] is True and found["failure"] is None

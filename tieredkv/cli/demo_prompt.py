@@ -15,7 +15,7 @@ import torch
 from tieredkv.errors import ConfigError
 
 DEFAULT_PROMPT_TOKENS = 6144
-DEFAULT_QUESTION = "What does the import statement do?"
+DEFAULT_QUESTION = "What happens when a requested module cannot be found?"
 DOCUMENT_QUESTION = "Summarize the document in two sentences."
 _FIRST_TOPICS = ("import", "execmodel", "objects", "exceptions", "class", "function", "naming")
 

@@ -24,7 +24,7 @@ from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingMod
 from tieredkv.hf import seam
 from tieredkv.hf.attachment import Attachment, check_layers, predicted_geometry
 from tieredkv.hf.layers import Handle, TieredLayer
-from tieredkv.hf.others import OtherLayers
+from tieredkv.hf.others import OtherLayers, StateWatch
 from tieredkv.hf.positions import Positions
 from tieredkv.hf.ways import Ways
 from tieredkv.plan import ForwardPlan
@@ -60,6 +60,8 @@ class Forwarding(DynamicCache):
         self._priority = 0
         self._closed = False
         self._broken: str | None = None
+        self._forwards = 0  # that were complete
+        self._states = StateWatch()
         self._self = weakref.ref(self)
         self._selected = False  # of the forward that is open: reading it from a config takes 12 µs
         attachment.select()
@@ -167,6 +169,7 @@ class Forwarding(DynamicCache):
                 holder.table.rows = [[] for _ in range(rows)]
                 if self._settings.max_tokens is not None:
                     requests.reserve(store, holder, self._settings.max_tokens)
+            self._others.remember()
             plan = planner.begin(store, holder, new)
         except Exception:
             if not holder.tokens:
@@ -179,14 +182,44 @@ class Forwarding(DynamicCache):
             store.prefetcher.start(self._layer_order, plan.chunks)
         return plan
 
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Same as transformers'; refuses when the last forward stopped between linear and tiered layers.
+
+        Raises:
+            MismatchError: it did, and a state cannot be rolled back.
+        """
+        self._watch_state(("conv", layer_idx, state_idx))
+        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Same as transformers'; refuses as `update_conv_state` does."""
+        self._watch_state(("recurrent", layer_idx, state_idx))
+        states: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        return states
+
+    def _watch_state(self, state: tuple[str, int, int]) -> None:
+        if self._tiered and self._states.begins_forward(state):
+            self._finish()
+            if self._states.broke_off(self._forwards):
+                self._broken = f"the linear-attention state of layer {state[1]} went ahead in a forward that broke off"
+                self._check_usable()
+
     def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """A layer that is not tiered is updated first: plan now, so that a refusal comes before any write."""
         holder = self._holder
+        first = not any(i < layer_idx for i in self.attention_layers())
+        if first and holder is None and self._tiered:
+            # What is there is left over from a forward that stopped before the first tiered layer.
+            self._others.reset()
         if holder is None or self._store is None or not self._tiered or key.shape[-2] == 0:
             return
-        first = not any(i < layer_idx for i in self.attention_layers())
-        plan = holder.plan
-        if first and (plan is None or plan.updated):
+        if first:
+            self._finish()
             self._plan(-1, key.shape[0], key.shape[-2], kwargs)
 
     def attention_layers(self) -> list[int]:
@@ -205,6 +238,8 @@ class Forwarding(DynamicCache):
         try:
             self._ways.end_forward()
             planner.commit(store, holder)
+            self._forwards += 1
+            self._others.forget()
         except Exception:
             self._take_back(store, holder)
             raise
@@ -256,12 +291,11 @@ class Forwarding(DynamicCache):
         """(keys, offset) of the next forward's mask in this layer."""
         if layer_idx in self._index:
             return self._common_length() + query_length, 0
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
+        return self._others.mask_sizes(layer_idx, query_length, self._common_length() if self._tiered else None)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next forward's first query."""
-        return self._common_length() if layer_idx in self._index else int(super().get_seq_length(layer_idx))
+        return self._common_length() if self._tiered else int(super().get_seq_length(layer_idx))
 
     def gather_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copies of all K and V of a tiered layer, [rows, kv_heads, tokens, dim], or None while there are none."""
@@ -344,6 +378,7 @@ class Forwarding(DynamicCache):
     def _empty(self) -> None:
         """Drop every token."""
         self._ways.forget_forward()
+        self._states = StateWatch()
         self._broken = None
         if self._store is not None and self._holder is not None:
             with self._store.lock:

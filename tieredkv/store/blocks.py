@@ -180,8 +180,6 @@ class BlockStore(MoveQueue):
                     event.wait()
             if block.id in self._moving:
                 return
-            if self.prefetcher.holds(block):
-                self.prefetcher.flush()
             self._free_slots(block)
 
     # ---- room in hot

@@ -2,7 +2,7 @@
 
 The part of a store that the rest of it builds on.
 
-Imports: errors, block, device, tiers, transfer.
+Imports: errors, block, device, tiers, transfer, prefetcher.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from tieredkv.block import Block, LayerGeometry
 from tieredkv.device import Device
 from tieredkv.errors import BudgetError, ColdTierError, TieredKVError
+from tieredkv.prefetcher import Prefetcher
 from tieredkv.stats import Counters
 from tieredkv.tiers import Tier
 from tieredkv.transfer import Move, Mover
@@ -30,6 +31,7 @@ class MoveQueue:
     counters: Counters
     tiers: dict[str, Tier]
     mover: Mover
+    prefetcher: Prefetcher
 
     def __init__(self) -> None:
         self.version = 0
@@ -102,6 +104,8 @@ class MoveQueue:
         slot = getattr(block, role)
         if slot is None:
             return
+        if role != "hot" and self.prefetcher.holds(block):
+            self.prefetcher.flush()  # it may be reading the slot, ahead of a forward that will never come
         setattr(block, role, None)
         self.version += 1
         tier = self.tiers[role]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tieredkv.block import LayerGeometry
+from tieredkv.device import Region
 from tieredkv.errors import MismatchError
 from tieredkv.plan import ForwardPlan
 from tieredkv.store.blocks import BlockStore
@@ -38,7 +39,11 @@ def write(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, v
     """Write [rows, kv_heads, new, dim] keys and values of one layer."""
     store.written.add(layer)
     if store.device.kind == "simulated":
-        regions = [("hot", slot) for write in plan.hot_writes for slot in _slots(write.start, write.tokens, store)]
+        regions: list[Region] = [
+            ("hot", slot) for write in plan.hot_writes for slot in _slots(write.start, write.tokens, store)
+        ]
+        # The model made K and V on the compute stream; what is written through reads them on another.
+        regions.append(("new", layer))
         store.device.run(lambda: _write_hot(store, plan, layer, key, value), writes=regions, name="write new")
     else:
         _write_hot(store, plan, layer, key, value)

@@ -1,0 +1,157 @@
+"""Every wait is load-bearing: with each one taken out, the simulated accelerator finds an unordered access.
+
+One scenario reaches every copy there is: write-through of a long prefill, demotion to make room, streaming, a tail
+that is copied, blocks freed while copies use them, slots used again. It runs clean as the code is; then each wait and
+each `after` is taken out in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import config_of
+
+import tieredkv
+from tieredkv.device import Event, SimulatedAccelerator
+from tieredkv.device.simulated import ClockedEvent, SimulatedStream
+from tieredkv.errors import RaceError
+from tieredkv.hf import seam
+from tieredkv.prefetcher import Prefetcher
+from tieredkv.store import moves, planner
+from tieredkv.store.blocks import BlockStore
+
+BLOCK = 16
+
+
+class Attention(torch.nn.Module):
+    """What the attention function asks of a module."""
+
+    num_key_value_groups = 2
+    is_causal = True
+
+
+def forward(cache: tieredkv.TieredCache, tokens: int, layers: int = 2) -> None:
+    """One forward of random K, V and queries through both layers, attended over blocks."""
+    module = Attention().eval()
+    for layer in range(layers):
+        k, v = cache.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8), layer, kwargs={})
+        seam.attention(module, torch.randn(1, 4, tokens, 8), k, v, None)
+
+
+def scenario(device: SimulatedAccelerator, folder: Path) -> None:
+    """Every copy there is, on three slots hot, two warm, the rest cold."""
+    config = config_of("llama")
+    config._attn_implementation = "tieredkv"
+    with tieredkv.TieredCache(
+        config, hot="64 tokens", warm="32 tokens", cold=folder, block_size=BLOCK, window=16, device=device
+    ) as cache:
+        forward(cache, 20)
+        forward(cache, 150)  # most of it is written through
+        for _ in range(40):  # streams at each step, seals and demotes, uses slots again
+            forward(cache, 1)
+        cache.crop(-30)  # into a block that lies below
+        for _ in range(3):
+            forward(cache, 1)
+        cache.demote("cold")
+        cache.promote()
+        for _ in range(20):
+            forward(cache, 1)
+        cache.reset()
+        forward(cache, 150)
+        cache.crop(-100)  # frees what was just written through
+        forward(cache, 40)
+        forward(cache, 1)
+
+
+def run(folder: Path, seed: int = 0) -> int:
+    """The scenario's races on a slow accelerator."""
+    torch.manual_seed(seed)
+    device = SimulatedAccelerator(seed=seed, max_delay_seconds=0.002)
+    try:
+        with contextlib.suppress(RaceError):
+            scenario(device, folder)
+    finally:
+        races = device.clocks.races
+        device.close()
+    return races
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_races(cold_dir: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    with SimulatedAccelerator(seed=seed, max_delay_seconds=0.002) as device:
+        scenario(device, cold_dir)
+        assert device.clocks.races == 0
+
+
+def without_after(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """Submissions whose name starts like this wait for nothing."""
+    submit = SimulatedStream.submit
+
+    def hasty(
+        self: SimulatedStream, work: Callable[[], object], *, name: str = "", after: Any = (), **rest: Any
+    ) -> Event:
+        return submit(self, work, name=name, after=() if name.startswith(operation) else after, **rest)
+
+    monkeypatch.setattr(SimulatedStream, "submit", hasty)
+
+
+def without_wait(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+    """Inside this method, waiting for an event teaches the host nothing."""
+    original = getattr(owner, method)
+
+    def hasty(*args: Any, **kwargs: Any) -> Any:
+        with deaf():
+            return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, hasty)
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+
+    wait, done = ClockedEvent.wait, ClockedEvent.done
+    ClockedEvent.wait = Event.wait
+    ClockedEvent.done = Event.done
+    try:
+        yield
+    finally:
+        ClockedEvent.wait, ClockedEvent.done = wait, done
+
+
+@pytest.mark.parametrize("operation", ["demote hot", "write through", "load layer", "promote"])
+def test_what_a_copy_comes_after(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, operation: str) -> None:
+    without_after(monkeypatch, operation)
+    assert run(cold_dir)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (Prefetcher, "_wait"),
+        (Prefetcher, "flush"),
+        (moves.MoveQueue, "_apply"),
+        (BlockStore, "load_hot"),
+        (BlockStore, "release"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_what_the_host_waits_for(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, owner: type, method: str) -> None:
+    without_wait(monkeypatch, owner, method)
+    assert run(cold_dir)
+
+
+def test_the_commit_waits_for_what_was_written_through(monkeypatch: pytest.MonkeyPatch, cold_dir: Path) -> None:
+    original = planner.commit
+
+    def hasty(*args: Any) -> None:
+        with deaf():
+            original(*args)
+
+    monkeypatch.setattr(planner, "commit", hasty)
+    assert run(cold_dir)
