@@ -26,7 +26,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.hf.attachment import Attachment
 from tieredkv.hf.forwarding import Forwarding
 from tieredkv.hf.others import OtherLayers
-from tieredkv.stats import CacheStats, Mode
+from tieredkv.stats import CacheStats, Mode, MoveRecord
 from tieredkv.store import planner, requests
 
 
@@ -206,6 +206,11 @@ class TieredCache(Forwarding):
     def stats(self) -> CacheStats:
         """What the cache has done and holds now."""
         return report.stats(self.parts())
+
+    def move_log(self) -> list[MoveRecord]:
+        """Every move so far, with `settings=CacheSettings(log_moves=True)`; else empty."""
+        store = self._store
+        return [] if store is None else list(store.counters.log or ())
 
     def block_table(self) -> list[TableEntry]:
         """One entry for each block of each row in each layer."""

@@ -85,7 +85,15 @@ def test_a_document_in_three_tiers_gives_the_tokens_of_the_stock_cache(model: st
     before = {name for name in os.listdir(scratch) if name.startswith("tieredkv-demo-")}
     result = run("--model", model, *SHORT, "--json", str(file))
     assert result.exit_code == 0, result.output
-    for text in ("What happens when a requested module cannot be found?", "same tokens", "yes", "hot → cold", "cold → hot", "checksum failures", "SDPA"):
+    for text in (
+        "What happens when a requested module cannot be found?",
+        "same tokens",
+        "yes",
+        "hot → cold",
+        "cold → hot",
+        "checksum failures",
+        "SDPA",
+    ):
         assert text in result.output
     found = json.loads(file.read_text())
     assert found["same_tokens"] is True and found["failure"] is None
@@ -240,7 +248,7 @@ def test_the_prompt_is_the_document_and_then_the_question(model: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     prompt = demo_prompt.build(tokenizer, None, "Why?", 200)
     text = tokenizer.decode(prompt.input_ids[0])
-    assert text.startswith("<s>The \"import\" statement") and text.endswith("\n\nWhy?</s><s>")
+    assert text.startswith('<s>The "import" statement') and text.endswith("\n\nWhy?</s><s>")
     assert abs(prompt.tokens - 200) <= 3
     tokenizer.chat_template = None
     assert tokenizer.decode(demo_prompt.build(tokenizer, None, "Why?", 200).input_ids[0]).endswith("\n\nWhy?")

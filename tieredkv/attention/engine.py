@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from tieredkv.attention.flex import FlexKernels, FlexTiles, rows_bucket
-from tieredkv.attention.lse import Partial, merge
+from tieredkv.attention.lse import Partial, merge, nothing_seen
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.device import Region
@@ -86,6 +86,9 @@ class Engine:
             self._over_chunks(plan, call, starts, parts)
         if plan.new > 1:
             return self._with_new(plan, call, starts, parts)
+        for index, row in enumerate(parts):
+            if not row:  # nothing but padding
+                row.append(nothing_seen(call.query[index : index + 1], call.value.shape[3]))
         rows = [merge(row, sinks=call.sinks, dtype=call.query.dtype) for row in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 

@@ -12,14 +12,17 @@ from tieredkv.device.base import Device, Region, Stream
 from tieredkv.device.cpu import CpuDevice
 from tieredkv.device.cuda import CudaDevice
 from tieredkv.device.event import Event
+from tieredkv.device.ledger import LEDGER, Ledger
 from tieredkv.device.simulated import SimulatedAccelerator, Traced
 from tieredkv.errors import ConfigError
 
 __all__ = [
+    "LEDGER",
     "CpuDevice",
     "CudaDevice",
     "Device",
     "Event",
+    "Ledger",
     "Region",
     "SimulatedAccelerator",
     "Stream",

@@ -156,6 +156,10 @@ class Device(ABC):
         """Bytes of host memory that can still be taken."""
         return host_memory()[0]
 
+    def host_total_bytes(self) -> int:
+        """Bytes of host memory there are."""
+        return host_memory()[1]
+
     @abstractmethod
     def poison(self, tensors: Sequence[torch.Tensor], region: Region, *, by_compute: bool = False) -> None:
         """Say that a slot is free. A simulated accelerator fills `tensors` with NaN; otherwise nothing happens.

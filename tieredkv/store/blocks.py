@@ -23,7 +23,7 @@ from tieredkv.block import Block, LayerGeometry
 from tieredkv.block_table import BlockTable
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings
-from tieredkv.device import Device, Event
+from tieredkv.device import LEDGER, Device, Event
 from tieredkv.errors import BudgetError, ClosedError, TieredKVError
 from tieredkv.placement import Candidate, leaving_order
 from tieredkv.plan import ForwardPlan
@@ -93,6 +93,7 @@ class BlockStore(MoveQueue):
         self.lock = device.lock()
         self.forwards = 0
         self.budget = Budget.resolve(settings, self.layers, self.codec, device, rows)
+        self.budget.promise_to(self, device)
         self.tiers: dict[str, Tier] = {}
         self.hot, self.warm, self.cold = open_tiers(
             self.budget, settings, self.layers, self.layer_devices, self.codec, device, fingerprint
@@ -293,6 +294,7 @@ class BlockStore(MoveQueue):
                 with contextlib.suppress(TieredKVError, OSError):
                     move.event.wait()
             self.device.close()
+            LEDGER.release(self)
             self._flat.clear()
             for tier in self.tiers.values():
                 tier.close()

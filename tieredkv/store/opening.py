@@ -16,7 +16,7 @@ import torch
 from tieredkv.block import LayerGeometry
 from tieredkv.codecs import Codec, get_codec
 from tieredkv.config import CacheSettings, Size
-from tieredkv.device import Device
+from tieredkv.device import LEDGER, Device
 from tieredkv.errors import BudgetError
 from tieredkv.placement import fitting_window, window_blocks
 from tieredkv.prefetcher import Staging, staging_bytes
@@ -62,22 +62,16 @@ class Budget:
         """Bytes and slots for the first forward's rows.
 
         Raises:
-            BudgetError: hot cannot hold one block for each row beside the staging buffers, hot is more than the
-                device has, or the window that was asked for does not fit.
+            BudgetError: hot cannot hold one block for each row beside the staging buffers, or the window that was
+                asked for does not fit.
         """
         size = settings.block_size
         token_bytes = sum(layer.token_bytes for layer in layers)
         row_bytes = [sum(p.block_bytes for p in codec.planes(layer, size)) for layer in layers]
-        hot_bytes = _size(settings.hot, token_bytes, rows, int(HOT_SHARE * device.free_bytes()))
-        warm_bytes = _size(settings.warm, token_bytes, rows, int(WARM_SHARE * device.host_free_bytes()))
-        if hot_bytes > device.total_bytes():
-            raise BudgetError(
-                "The hot tier is larger than the device.",
-                wanted=f"at most {device.total_bytes()} bytes",
-                got=f"hot={hot_bytes} bytes",
-                change="a smaller hot=",
-                tier="hot",
-            )
+        hot_free_bytes = min(device.free_bytes(), device.total_bytes() - LEDGER.promised_bytes(_memory(device)))
+        warm_free_bytes = min(device.host_free_bytes(), device.host_total_bytes() - LEDGER.promised_bytes("cpu"))
+        hot_bytes = _size(settings.hot, token_bytes, rows, int(HOT_SHARE * hot_free_bytes))
+        warm_bytes = _size(settings.warm, token_bytes, rows, int(WARM_SHARE * warm_free_bytes))
         warm_slots = warm_bytes // sum(row_bytes)
         has_lower = warm_slots > 0 or settings.cold_settings is not None
         each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * settings.staging_buffers
@@ -101,6 +95,24 @@ class Budget:
         return cls(
             hot_bytes, slots, each * chunk_blocks, chunk_blocks, warm_bytes, warm_slots, cold_cap_bytes, window, rows
         )
+
+    def promise_to(self, store: object, device: Device) -> None:
+        """Enter the budget in the process's ledger.
+
+        Raises:
+            BudgetError: all open caches together would take more than the device or the host has.
+        """
+        try:
+            LEDGER.promise(store, _memory(device), self.hot_bytes, device.total_bytes(), "hot")
+            LEDGER.promise(store, "cpu", self.warm_bytes, device.host_total_bytes(), "warm")
+        except BudgetError:
+            LEDGER.release(store)
+            raise
+
+
+def _memory(device: Device) -> str:
+    """The device's memory in the ledger; each simulated accelerator has its own."""
+    return f"simulated {id(device)}" if device.kind == "simulated" else str(device.torch_device)
 
 
 def _size(size: Size | int | str | None, token_bytes: int, rows: int, default: int) -> int:
