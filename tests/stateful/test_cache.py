@@ -1,7 +1,7 @@
 """The whole cache against plain tensors: appends, cuts, beams, copies and moves in any order, in tiny budgets.
 
 Every value is read back bitwise, attention is held against float64, and slots, references and budgets are audited.
-`TIEREDKV_STATEFUL_EXAMPLES=500` runs longer.
+`TIEREDKV_STATEFUL_EXAMPLES=500` runs longer, and makes what fails small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, assume, note, settings
+from hypothesis import HealthCheck, Phase, assume, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import audit, config_of, store_of
 from transformers.masking_utils import causal_mask_function
@@ -28,7 +28,9 @@ from tieredkv.device import CpuDevice, SimulatedAccelerator
 from tieredkv.errors import BudgetError
 from tieredkv.hf import seam
 
-EXAMPLES = int(os.environ.get("TIEREDKV_STATEFUL_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("TIEREDKV_STATEFUL_EXAMPLES", "25"))
+SHRINKS = "TIEREDKV_STATEFUL_EXAMPLES" in os.environ
+"""Making a failure small takes minutes; without it the failing steps are printed at once."""
 LAYERS, HEADS, KV_HEADS, BLOCK = 3, 4, 2, 16
 MOST_TOKENS, MOST_ROWS, MOST_CACHES = 200, 4, 3
 
@@ -368,6 +370,7 @@ LIMITS = settings(
     max_examples=EXAMPLES,
     stateful_step_count=30,
     deadline=None,
+    phases=[*([Phase.shrink] if SHRINKS else []), Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 
