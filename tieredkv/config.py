@@ -16,7 +16,7 @@ from typing import Literal
 from tieredkv.errors import ConfigError
 
 Verify = Literal["always", "first", "off"]
-Kernel = Literal["auto", "flex", "flash", "plain"]
+Kernel = Literal["auto", "native", "flex", "flash", "plain"]
 
 BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
@@ -178,10 +178,10 @@ class CacheSettings:
             raise ConfigError(
                 "Unknown verification.", wanted='"always", "first" or "off"', got=repr(self.verify), change="verify="
             )
-        if self.kernel not in ("auto", "flex", "flash", "plain"):
+        if self.kernel not in ("auto", "native", "flex", "flash", "plain"):
             raise ConfigError(
                 "Unknown kernel.",
-                wanted='"auto", "flex", "flash" or "plain"',
+                wanted='"auto", "native", "flex", "flash" or "plain"',
                 got=repr(self.kernel),
                 change='kernel="auto"',
             )

@@ -149,7 +149,7 @@ class Mover:
 
         event = self._device.down.submit(
             work,
-            reads=[("new", layer)],
+            reads=[("new", write.blocks[0].id, layer)],
             writes=[(write.tier, slot) for slot in write.slots],
             after=[self._device.record()],
             nbytes=self.row_bytes[layer] * count,

@@ -37,7 +37,7 @@ def _mask(rows: list[list[tuple[int, int]]], new: int, fresh: int) -> list[torch
     return masks
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),

@@ -17,6 +17,7 @@ import torch
 from tieredkv.attention.flex import FlexKernels, FlexTiles, rows_bucket
 from tieredkv.attention.lse import Partial, merge, nothing_seen
 from tieredkv.attention.masks import MaskSpec, TensorMask
+from tieredkv.attention.native import DecodePlan, NativeKernels
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.device import Region
 from tieredkv.plan import ForwardPlan, Run
@@ -65,7 +66,15 @@ class Engine:
         self._store, self._kernels = store, kernels
         self._tiles: dict[tuple[int, torch.device], FlexTiles] = {}
         self._tiles_of: tuple[int, int] | None = None
+        self._native = NativeKernels()
+        self._plans_of: ForwardPlan | None = None
+        self._plans: dict[tuple[int, str], DecodePlan] = {}
         self._simulated = store.device.kind == "simulated"
+
+    @property
+    def native_reason(self) -> str | None:
+        """Why the native kernel does not serve on this machine, or None."""
+        return self._native.reason
 
     def attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
         """Attention output [rows, heads, new, v_dim], in the query's dtype.
@@ -74,6 +83,13 @@ class Engine:
             ChecksumError, ColdTierError: a streamed block cannot be had.
         """
         starts = _starts(call.mask, plan.rows)
+        if starts is not None and self._wants_native(plan, call):
+            whole = self._natively(plan, call, starts)
+            if not plan.chunks:
+                return merge(whole, sinks=call.sinks, dtype=call.query.dtype)
+            split = [[Partial(p.out[r : r + 1], p.lse[r : r + 1]) for p in whole] for r in range(plan.rows)]
+            self._over_chunks(plan, call, starts, split)
+            return self._merged(call, split)
         if starts is not None and self._wants_flex(plan, call):
             return self._flex(plan, call, starts)
         parts: list[list[Partial]] = [[] for _ in range(plan.rows)]
@@ -86,11 +102,62 @@ class Engine:
             self._over_chunks(plan, call, starts, parts)
         if plan.new > 1:
             return self._with_new(plan, call, starts, parts)
+        return self._merged(call, parts)
+
+    @staticmethod
+    def _merged(call: LayerCall, parts: list[list[Partial]]) -> torch.Tensor:
         for index, row in enumerate(parts):
             if not row:  # nothing but padding
                 row.append(nothing_seen(call.query[index : index + 1], call.value.shape[3]))
         rows = [merge(row, sinks=call.sinks, dtype=call.query.dtype) for row in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    # ---- one native call over a pool
+
+    def _wants_native(self, plan: ForwardPlan, call: LayerCall) -> bool:
+        """Whether the native kernel serves the step: settings, shapes and the machine decide."""
+        if plan.new != 1 or call.softcap is not None or self._store.settings.kernel not in ("auto", "native"):
+            return False
+        return self._native.serves(call.query, call.key.shape[1], call.key.shape[3], call.value.shape[3])
+
+    def _natively(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
+        """Partials of all rows over what is hot, and over what is warm and attended in place."""
+        store, kv_heads = self._store, call.key.shape[1]
+        partials = []
+        for role, runs in (("hot", plan.hot_runs), ("warm", plan.warm_runs)):
+            tier = store.warm if role == "warm" else store.hot
+            if not runs or tier is None:
+                continue
+            keys = self._native_plan(plan, kv_heads, role, runs, starts)
+            pools = store.flat_pools(call.layer) if role == "hot" else tier.run(call.layer, 0, tier.slots.total)
+            if pools is None:
+                continue
+            k_pool, v_pool = pools
+            work = functools.partial(self._native.attend, call.query, k_pool, v_pool, keys, scale=call.scale)
+            if self._simulated:
+                reads: list[Region] = [(role, getattr(b, role)) for run in runs for b in run.blocks]
+                partials.append(store.device.run(work, reads=reads, name=f"attend {role}"))
+            else:
+                partials.append(work())
+        return partials
+
+    def _native_plan(
+        self, plan: ForwardPlan, kv_heads: int, role: str, runs: Sequence[Run], starts: Sequence[int]
+    ) -> DecodePlan:
+        """Each row's stretches of a pool, made once per forward and used by every layer with as many KV heads."""
+        if self._plans_of is not plan:
+            self._plans_of, self._plans = plan, {}
+        found = self._plans.get((kv_heads, role))
+        if found is None:
+            rows: list[list[tuple[int, int]]] = [[] for _ in range(plan.rows)]
+            for run in runs:
+                for row in run.rows:
+                    skip = max(starts[row] - run.position, 0)
+                    if skip < run.tokens:
+                        rows[row].append((run.start + skip, run.tokens - skip))
+            found = DecodePlan(rows, kv_heads=kv_heads, threads=torch.get_num_threads(), fresh=0)
+            self._plans[(kv_heads, role)] = found
+        return found
 
     # ---- one compiled call over the pool
 

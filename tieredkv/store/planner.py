@@ -104,6 +104,8 @@ def rollback(store: BlockStore, holder: Holder) -> None:
             holder.plan = None
             holder.seen_version += 1
             holder.table.truncate(holder.tokens)
+            if not holder.tokens:
+                holder.table.clear()  # the next forward may have another number of rows
 
 
 def crop(store: BlockStore, holder: Holder, tokens: int) -> None:

@@ -43,7 +43,7 @@ def write(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, v
             ("hot", slot) for write in plan.hot_writes for slot in _slots(write.start, write.tokens, store)
         ]
         # The model made K and V on the compute stream; what is written through reads them on another.
-        regions.append(("new", layer))
+        regions += [("new", through.blocks[0].id, layer) for through in plan.through_writes]
         store.device.run(lambda: _write_hot(store, plan, layer, key, value), writes=regions, name="write new")
     else:
         _write_hot(store, plan, layer, key, value)

@@ -1,0 +1,107 @@
+"""Each kernel, in the whole cache: logits over hot, warm and streamed blocks equal the cache-free ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, tiny
+
+import tieredkv
+from tieredkv.attention.engine import Engine
+from tieredkv.attention.flex import FlexTiles
+from tieredkv.attention.native import NativeKernels
+
+STEPS = ((0, 130), (130, 131), (131, 150), *((i, i + 1) for i in range(150, 170)))
+
+
+def logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """All logits, in several forwards of several lengths."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    outputs = [
+        model(
+            ids[:, first:last],
+            attention_mask=mask[:, :last],
+            position_ids=positions[:, first:last],
+            past_key_values=cache,
+        ).logits
+        for first, last in STEPS
+    ]
+    return torch.cat(outputs, 1)
+
+
+def batch(rows: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, 97, (rows, STEPS[-1][1]), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return ids, mask
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (3, 21)])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("kernel", ["auto", "native", "flash", "plain"])
+def test_every_kernel_is_exact(cold_dir: Path, kernel: Any, in_place: bool, rows: int, padding: int) -> None:
+    model = tiny(head_dim=16)
+    ids, mask = batch(rows, padding)
+    settings = tieredkv.CacheSettings(kernel=kernel, read_in_place=in_place)
+    with (
+        torch.no_grad(),
+        tieredkv.TieredCache(
+            model, hot="64 tokens", warm="32 tokens", cold=cold_dir, block_size=16, window=16, settings=settings
+        ) as cache,
+    ):
+        got = logits(model, cache, ids, mask)
+        assert cache.mode == "blocks"
+        assert cache.stats().decode.streamed_bytes > 0
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        wanted = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert_close(got[mask.bool()], wanted[mask.bool()])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_flex_over_rows_that_interleave(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[int] = []
+    attend = FlexTiles.attend
+    monkeypatch.setattr(FlexTiles, "attend", lambda self, *a, **k: served.append(1) or attend(self, *a, **k))
+    model = tiny(head_dim=16)
+    ids, mask = batch(3, 21)
+    with (
+        torch.no_grad(),
+        tieredkv.TieredCache(
+            model, hot="256 tokens", warm=0, block_size=16, settings=tieredkv.CacheSettings(kernel="flex")
+        ) as cache,
+    ):
+        got = logits(model, cache, ids, mask)
+        assert cache.stats().graphs == 1
+    assert len(served) == 2 * (len(STEPS) - 2)  # both layers, each step of one token
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        wanted = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert_close(got[mask.bool()], wanted[mask.bool()])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_native_serves_by_default_and_flash_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = tiny(head_dim=16)
+    ids, mask = batch(1, 0)
+    served: list[int] = []
+    attend = NativeKernels.attend
+    monkeypatch.setattr(NativeKernels, "attend", lambda self, *a, **k: served.append(1) or attend(self, *a, **k))
+    with torch.no_grad(), tieredkv.TieredCache(model, hot="256 tokens", warm=0, block_size=16) as cache:
+        with_compiler = logits(model, cache, ids, mask)
+    assert served
+    served.clear()
+    make = NativeKernels.__init__
+    monkeypatch.setattr(NativeKernels, "__init__", lambda self: make(self, tmp_path / "kernels", "no-such-compiler"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with torch.no_grad(), tieredkv.TieredCache(model, hot="256 tokens", warm=0, block_size=16) as cache:
+        without = logits(model, cache, ids, mask)
+        assert isinstance(cache.engine, Engine)
+        assert "compiler" in (cache.engine.native_reason or "")
+    assert not served
+    assert_close(without, with_compiler)
