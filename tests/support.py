@@ -51,6 +51,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         BASE | _SLIDING | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
     ),
+    "gemma3n": (
+        "Gemma3n",
+        BASE
+        | _SLIDING
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+        },
+    ),
     "gptoss": (
         "GptOss",
         BASE
@@ -105,7 +120,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def config_of(name: str, **changes: Any) -> Any:
     """A new config of one of MODELS, with other values where asked for."""
     family, values = MODELS[name]
-    kind = f"{family}TextConfig" if name == "gemma3" else f"{family}Config"
+    kind = f"{family}TextConfig" if name in ("gemma3", "gemma3n") else f"{family}Config"
     return getattr(transformers, kind)(**{**values, **changes})
 
 
@@ -222,11 +237,17 @@ def store_of(cache: tieredkv.TieredCache) -> BlockStore:
 def audit(*caches: tieredkv.TieredCache) -> None:
     """Slots, references and budgets of the caches' stores are right: no leak, no double use, nothing above budget."""
     for store in {id(s): s for c in caches if (s := c.parts().store) is not None}.values():
-        with store.lock:
-            store.wait_all()
-            _audit_references(store)
-            _audit_slots(store)
-            _audit_budgets(store)
+        audit_store(store)
+
+
+def audit_store(store: BlockStore) -> None:
+    """`audit` of one store."""
+    with store.lock:
+        store.wait_all()
+        _audit_references(store)
+        _audit_slots(store)
+        _audit_budgets(store)
+        _audit_tails(store)
 
 
 def _audit_references(store: BlockStore) -> None:
@@ -260,6 +281,14 @@ def _audit_budgets(store: BlockStore) -> None:
         assert max(store.warm.peak_bytes, store.warm.reserved_bytes) <= budget.warm_bytes
     if store.cold is not None and budget.cold_bytes is not None:
         assert store.cold.reserved_bytes <= budget.cold_bytes
+
+
+def _audit_tails(store: BlockStore) -> None:
+    """What lies behind a block's last token is no NaN: kernels multiply it by 0."""
+    slots = [b.hot for holder in store.holders for row in holder.table for b in row if b.hot is not None]
+    for planes in store.hot.planes:
+        for plane in planes:
+            assert not bool(plane[:, slots].isnan().any()), "a slot was used again without being cleaned"
 
 
 def locations(cache: tieredkv.TieredCache) -> Sequence[str]:

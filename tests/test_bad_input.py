@@ -88,7 +88,7 @@ def test_a_window_larger_than_hot() -> None:
 
 def test_hot_larger_than_the_device() -> None:
     model = tiny()
-    with small(model, None, hot="900TiB") as cache, pytest.raises(BudgetError, match="larger than the device") as caught:
+    with small(model, None, hot="900TiB") as cache, pytest.raises(BudgetError, match="would take more than") as caught:
         feed(model, tokens(10), cache)
     complete(caught.value)
 
@@ -409,6 +409,24 @@ def test_a_length_that_is_asked_for_up_front(by: str) -> None:
         feed(model, ids[:, :50], cache)
         cache.reserve(100)
         assert_close(feed(model, ids[:, 50:], cache), oracle(ids)[:, 50:])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_reserve_allows_fits_and_what_it_refuses_does_not(shared: bool) -> None:
+    """Row by row, with a prefix that the rows share, and with one that each has of its own."""
+    model, ids = tiny(), tokens(40)
+    for wanted in range(41, 200, 9):
+        with small(model, None) as cache:
+            feed(model, ids if shared else tokens(40, rows=2), cache)
+            if shared:
+                cache.batch_repeat_interleave(2)
+            try:
+                cache.reserve(wanted)
+            except BudgetError:
+                with pytest.raises(BudgetError):
+                    feed(model, tokens(wanted - 40, rows=2), cache)
+            else:
+                feed(model, tokens(wanted - 40, rows=2), cache)
 
 
 def test_generate_that_outgrows_the_tiers_stops_with_the_error() -> None:

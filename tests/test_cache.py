@@ -38,7 +38,7 @@ from tieredkv.device import CpuDevice, SimulatedAccelerator
 from tieredkv.errors import ClosedError, HandleError
 
 WAYS = ["blocks", "gather"]
-FAMILIES = ["llama", "gemma3", "gemma2", "mistral", "gptoss", "mla", "bloom", "qwen3next"]
+FAMILIES = ["llama", "gemma3", "gemma3n", "gemma2", "mistral", "gptoss", "mla", "bloom", "qwen3next"]
 
 
 def of(model: Any, way: str) -> Any:
@@ -75,7 +75,7 @@ def test_every_family_in_three_tiers(cold_dir: Path, name: str, way: str) -> Non
         assert_close(logits, oracle(ids, name) if wanted is None else wanted)
         if cache.parts().tiered:
             assert set(locations(cache)) == {"hot", "warm", "cold"}
-        over_blocks = way == "blocks" and name in ("llama", "gemma3", "gemma2", "gptoss", "qwen3next")
+        over_blocks = way == "blocks" and name in ("llama", "gemma3", "gemma3n", "gemma2", "gptoss", "qwen3next")
         assert cache.mode == ("blocks" if over_blocks else "gather")
         assert (cache.fallback_reason is None) == over_blocks
         audit(cache)
@@ -92,7 +92,7 @@ def test_dtypes(cold_dir: Path, dtype: torch.dtype, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kernel", ["flash", "plain"])
+@pytest.mark.parametrize("kernel", ["native", "flash", "plain"])
 @pytest.mark.parametrize("read_in_place", [True, False])
 def test_kernels_and_reading_in_place(cold_dir: Path, kernel: str, way: str, read_in_place: bool) -> None:
     model, ids = tiny(), tokens(170, rows=2)
@@ -185,6 +185,18 @@ def test_shared_tails_are_copied_when_they_are_written_and_not_before(cold_dir: 
         audit(cache, twin)
         twin.close()
         assert_close(feed(model, more, cache), oracle(torch.cat([ids.expand(3, -1), more, more], 1))[:, 43:])
+
+
+def test_a_slot_that_a_tail_was_copied_to_is_cleaned_before_it_is_used_again() -> None:
+    model, ids = tiny(), tokens(120)
+    device = SimulatedAccelerator()  # fills what is freed with NaN
+    with small(model, None, warm=0, hot="160 tokens", device=device) as cache:
+        feed(model, ids[:, :40], cache)
+        with copy.deepcopy(cache) as twin:
+            feed(model, ids[:, 40:41], twin)
+        for step in range(40, 120):
+            feed(model, ids[:, step : step + 1], cache)
+            audit(cache)
 
 
 def test_a_deep_copy_lives_on_without_its_original(cold_dir: Path) -> None:
@@ -587,12 +599,14 @@ def test_a_forward_without_a_cache_between_two_steps(cold_dir: Path) -> None:
 # ---- threads, processes and the end
 
 
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_caches_in_two_threads(cold_dir: Path, way: str, shared: bool) -> None:
+def test_two_caches_in_two_threads(cold_dir: Path, way: str, shared: bool, kind: str) -> None:
     """Of their own stores, or of one that they share after a deep copy."""
     model, start = tiny(), tokens(90)
-    first = small(of(model, way), cold_dir)
+    device = SimulatedAccelerator(max_delay_seconds=0.001) if kind == "simulated" else None
+    first = small(of(model, way), cold_dir, device=device)
     feed(model, start, first)
     second = copy.deepcopy(first) if shared else small(model.config, cold_dir)
     if not shared:
@@ -703,18 +717,19 @@ def test_a_cache_is_used_again_after_reset(cold_dir: Path, way: str) -> None:
 # ---- lossy codecs
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("codec", "way"), [("fp8", "blocks"), ("fp8", "gather"), ("int8", "blocks"), ("int4", "gather")]
+)
 def test_lossy_is_deterministic(cold_dir: Path, codec: str, way: str) -> None:
     """Which copies finish first differs from run to run; not one bit of the logits does."""
-    model, ids = tiny(), tokens(260, rows=2)
+    model, ids = tiny(), tokens(200, rows=2)
     runs = []
-    for seed, delay in [(1, 0.0), (2, 0.004), (3, 0.001)]:
+    for seed, delay in [(1, 0.0), (2, 0.002)]:
         device = SimulatedAccelerator(seed=seed, max_delay_seconds=delay)
         with small(of(model, way), cold_dir, codec=codec, device=device) as cache:
-            runs.append(feed(model, ids, cache, [120, *[1] * 40, 30, *[1] * 30]))
+            runs.append(feed(model, ids, cache, [120, *[1] * 20, 30, *[1] * 20]))
             assert device.clocks.races == 0
-    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+    assert torch.equal(*runs)
     error = (runs[0] - oracle(ids)).abs().max() / oracle(ids).abs().max()
     assert error > 1e-5, "nothing went through the codec"
 
@@ -726,5 +741,6 @@ def test_lossy_keys_and_values_are_near_the_exact_ones(cold_dir: Path, codec: st
     with small(model.config, cold_dir, codec=codec) as cache:
         for some in (cache, exact):
             feed(model, ids, some, [100, 1, 1])
-        for got, wanted in zip(cache.gather_layer(0) or (), (exact.layers[0].keys, exact.layers[0].values), strict=True):
+        pairs = zip(cache.gather_layer(0) or (), (exact.layers[0].keys, exact.layers[0].values), strict=True)
+        for got, wanted in pairs:
             assert 0 < difference(got, wanted) <= {"fp8": 0.04, "int8": 0.01}[codec]

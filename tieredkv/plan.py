@@ -86,7 +86,7 @@ class ThroughWrite:
 
 @dataclasses.dataclass
 class ForwardPlan:
-    """One forward. Everything but `updated` is fixed when it is made.
+    """One forward. Everything but `updated` is fixed when it is made (see `steady` for the exception).
 
     Args:
         number: the forward's number in its store, for `last_access`.
@@ -101,6 +101,7 @@ class ForwardPlan:
         write_index: for one new token in each of several rows: token index in the hot pool, int64 [rows].
         row_slots: for one new token in each row: per row the hot slots of all its tokens, the new one included,
             when all of them are hot; else None.
+        version: the store's version when the reads were worked out.
         updated: tiered layers that have been written.
     """
 
@@ -115,6 +116,7 @@ class ForwardPlan:
     through_writes: tuple[ThroughWrite, ...] = ()
     write_index: torch.Tensor | None = None
     row_slots: tuple[tuple[int, ...], ...] | None = None
+    version: int = 0
     updated: set[int] = dataclasses.field(default_factory=set)
 
     @property

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from tieredkv.block import LayerGeometry
-from tieredkv.errors import UnsupportedModelError
+from tieredkv.errors import MismatchError, UnsupportedModelError
 from tieredkv.hf import seam
 from tieredkv.sizing import kv_layers
 
@@ -110,6 +110,16 @@ def check_layers(config: Any) -> None:
                 got=repr(name),
                 change="use transformers' DynamicCache for this model",
             )
+
+
+def no_such_layer(layer_idx: int, layers: int) -> MismatchError:
+    """The error for keys and values of a layer that the cache's model does not have."""
+    return MismatchError(
+        "Keys and values of a layer that the cache's model does not have.",
+        wanted=f"{layers} layers",
+        got=f"layer {layer_idx}",
+        change="use one cache per model",
+    )
 
 
 def predicted_geometry(

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tieredkv.attention.engine import Engine
+from tieredkv.attention.engine import Engine, LayerCall
 from tieredkv.attention.flex import FlexKernels
 from tieredkv.config import CacheSettings
 from tieredkv.device import Device, device_for
 from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingModeError
 from tieredkv.hf import seam
-from tieredkv.hf.attachment import Attachment, check_layers, predicted_geometry
+from tieredkv.hf.attachment import Attachment, check_layers, no_such_layer, predicted_geometry
 from tieredkv.hf.layers import Handle, TieredLayer
 from tieredkv.hf.others import OtherLayers, StateWatch
 from tieredkv.hf.positions import Positions
 from tieredkv.hf.ways import Ways
 from tieredkv.plan import ForwardPlan
-from tieredkv.store import BlockStore, Holder, check_tensors, gather, planner, read_layer, requests, write
+from tieredkv.store import BlockStore, Holder, check_tensors, gather, planner, read_layer, requests, steady, write
 
 
 class Forwarding(DynamicCache):
@@ -113,7 +113,8 @@ class Forwarding(DynamicCache):
         store = self._open(layer, key_states, value_states)
         check_tensors(store, layer, key_states, value_states)
         plan = self._plan(layer, rows, new, kwargs)
-        write(store, plan, layer, key_states, value_states)
+        with store.lock:
+            write(store, plan, layer, key_states, value_states)
         plan.updated.add(layer)
         return self._result(plan, layer, key_states, value_states, "kwargs" in kwargs)
 
@@ -121,12 +122,7 @@ class Forwarding(DynamicCache):
         """A deeper model than the cache's own: what it wrote of this forward is taken back."""
         if self._store is not None and self._holder is not None:
             self._take_back(self._store, self._holder)
-        raise MismatchError(
-            "Keys and values of a layer that the cache's model does not have.",
-            wanted=f"{len(self.layers)} layers",
-            got=f"layer {layer_idx}",
-            change="use one cache per model",
-        )
+        raise no_such_layer(layer_idx, len(self.layers))
 
     def _result(
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor, with_keywords: bool
@@ -145,7 +141,8 @@ class Forwarding(DynamicCache):
     def _gather(
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = gather(self._need_store(), plan, layer, key, value)
+        with steady(self._need_store(), self._need_holder(), plan) as placed:
+            k, v = gather(self._need_store(), placed, layer, key, value)
         self._gather_peak_bytes = max(self._gather_peak_bytes, k.nbytes + v.nbytes)
         return k, v
 
@@ -182,25 +179,21 @@ class Forwarding(DynamicCache):
             store.prefetcher.start(self._layer_order, plan.chunks)
         return plan
 
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
         """Same as transformers'; refuses when the last forward stopped between linear and tiered layers.
 
         Raises:
             MismatchError: it did, and a state cannot be rolled back.
         """
         self._watch_state(("conv", layer_idx, state_idx))
-        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return states
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> Any:
         """Same as transformers'; refuses as `update_conv_state` does."""
         self._watch_state(("recurrent", layer_idx, state_idx))
-        states: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-        return states
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def _watch_state(self, state: tuple[str, int, int]) -> None:
         if self._tiered and self._states.begins_forward(state):
@@ -309,9 +302,14 @@ class Forwarding(DynamicCache):
 
     # ---- the store
 
+    def attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
+        """One layer's attention in an open forward, for the attention function; see `Engine.attend`."""
+        with steady(self._need_store(), self._need_holder(), plan) as placed:
+            return self.engine.attend(placed, call)
+
     @property
     def engine(self) -> Engine:
-        """What attends the layers; for the attention function."""
+        """What attends the layers."""
         self._check_usable()
         if self._engine is None:
             raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")

@@ -133,7 +133,7 @@ def attention(
         sinks=kwargs.get("s_aux"),
         mask=mask,
     )
-    return cache.engine.attend(handle.plan, call).transpose(1, 2).contiguous(), None
+    return cache.attend(handle.plan, call).transpose(1, 2).contiguous(), None
 
 
 def _changed(reason: str) -> HandleError:

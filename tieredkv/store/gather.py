@@ -43,9 +43,8 @@ def read_layer(store: BlockStore, holder: Holder, layer: int, tokens: int) -> tu
         for event in store.through.get(block.id, ()):
             event.wait()
     with store.lock:
-        reads = split_reads(store, holder, tokens)
-    whole = _Whole(store, layer, len(holder.table), tokens, store.layer_devices[layer])
-    whole.add(*reads)
+        whole = _Whole(store, layer, len(holder.table), tokens, store.layer_devices[layer])
+        whole.add(*split_reads(store, holder, tokens))
     return whole.k, whole.v
 
 

@@ -139,9 +139,13 @@ class MoveQueue:
             self._moving |= {block.id: move for block in some}
 
     def poll(self) -> None:
-        """Apply the moves whose copies are done."""
-        for move in [m for m in self._moves if m.event.done()]:
-            self._apply(move)
+        """Apply the moves whose copies are done, and wait for those of blocks that nobody refers to any more.
+
+        What is free decides where new blocks go, and must not depend on how far a copy has come.
+        """
+        for move in list(self._moves):
+            if move.event.done() or not all(block.refs for block in move.blocks):
+                self._apply(move)
 
     def wait_for(self, blocks: Iterable[Block]) -> None:
         """Wait for the moves that carry these blocks, and apply them."""

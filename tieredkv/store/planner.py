@@ -163,7 +163,7 @@ def _is_writable(block: Block) -> bool:
     return not block.sealed and block.refs == 1 and block.hot is not None
 
 
-def _copies(holder: Holder) -> int:
+def tail_copies(holder: Holder) -> int:
     """How many slots the rows need so that each has a last block of its own; the last to leave a block keeps it."""
     tails = [row[-1] for row in holder.table]
     sharing = {block.id: tails.count(block) for block in tails}
@@ -180,7 +180,7 @@ def _room(store: BlockStore, holder: Holder, new: int) -> _Room:
     size, past, rows = store.block_size, holder.tokens, len(holder.table)
     first_new, end = -(-past // size), -(-(past + new) // size)
     blocks = end - first_new
-    copies = _copies(holder) if past % size else 0
+    copies = tail_copies(holder) if past % size else 0
     if not blocks and not copies:
         return _Room(0, 0, 0)
     window = store.budget.window_tokens
@@ -215,7 +215,7 @@ def _room(store: BlockStore, holder: Holder, new: int) -> _Room:
         shortfall = rows * (blocks - hot_blocks) + missing[leave] - free_below
         if shortfall <= 0:
             return _Room(blocks - hot_blocks, hot_blocks, copies)
-    if not store.lower_tiers():
+    if not store.lower_tiers() and store.cold_failure is None:
         raise BudgetError(
             "The context does not fit in hot, and there is no lower tier.",
             wanted=f"{rows * blocks + copies} hot slots",
@@ -260,6 +260,7 @@ def _copy_into(store: BlockStore, old: Block, fresh: Block) -> None:
         store.load_hot(old, target)
         return
     source = old.hot
+    store.clean_hot(target)  # also notes that it is used, so that it is cleaned again before it holds another block
 
     def copy() -> None:
         for layer in range(len(store.layers)):

@@ -8,7 +8,9 @@ Imports: block, plan, store.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -39,8 +41,31 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         for block in chunk.blocks:
             store.counters.hits["warm" if block.warm is not None else "cold"] += len(store.layers)
     return dataclasses.replace(
-        plan, hot_runs=hot_runs, warm_runs=warm_runs, chunks=chunks, write_index=write_index, row_slots=row_slots
+        plan,
+        hot_runs=hot_runs,
+        warm_runs=warm_runs,
+        chunks=chunks,
+        write_index=write_index,
+        row_slots=row_slots,
+        version=store.version,
     )
+
+
+@contextlib.contextmanager
+def steady(store: BlockStore, holder: Holder, plan: ForwardPlan) -> Iterator[ForwardPlan]:
+    """The plan with its blocks where they lie now, and none of them moves inside the `with`.
+
+    Other caches of the store, in other threads, may have moved some since the forward began.
+    """
+    if len(store.holders) == 1:
+        yield plan
+        return
+    with store.lock:
+        if holder.plan is not None and holder.plan.number == plan.number:
+            if holder.plan.version != store.version:
+                holder.plan = plan_reads(store, holder, holder.plan)
+            plan = holder.plan
+        yield plan
 
 
 def split_reads(

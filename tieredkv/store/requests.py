@@ -8,7 +8,7 @@ from __future__ import annotations
 from tieredkv.block import Block
 from tieredkv.errors import BudgetError, ConfigError
 from tieredkv.store.blocks import LOWER, BlockStore, Holder
-from tieredkv.store.planner import settle
+from tieredkv.store.planner import settle, tail_copies
 
 
 def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
@@ -17,18 +17,18 @@ def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
     Raises:
         BudgetError: they do not; says by how much.
     """
+    store.wait_all()
     rows, size = len(holder.table), store.block_size
-    needed = -(-tokens // size) * rows
-    mine = sum(1 for _ in holder.table.blocks())
-    below = store.lower_free()
+    needed = (-(-tokens // size) - -(-holder.tokens // size)) * rows
+    needed += tail_copies(holder) if needed > 0 and holder.tokens % size else 0
     duplicates = sum(1 for c in store.candidates(set()) if c.block.is_stored_below)
-    room = mine + store.hot.slots.free + below + duplicates
+    room = store.hot.slots.free + store.lower_free() + duplicates
     if needed > room:
         block_bytes = store.hot.slot_bytes
         tier = (store.lower_tiers() or ["hot"])[-1]
         raise BudgetError(
             f"{tokens} tokens of {rows} rows do not fit in all tiers together.",
-            wanted=f"{needed * block_bytes} bytes ({needed} blocks)",
+            wanted=f"{needed * block_bytes} more bytes ({needed} blocks)",
             got=f"room for {room} blocks, {(needed - room) * block_bytes} bytes short",
             change=f"enlarge {tier}=, or fewer tokens or rows",
             tier=tier,

@@ -1,0 +1,256 @@
+"""Plans of forwards over a bare store: every token has one place, is read from there, and refusals change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from support import audit_store
+
+from tieredkv.block import LayerGeometry
+from tieredkv.config import CacheSettings, ColdSettings
+from tieredkv.device import CpuDevice
+from tieredkv.errors import BudgetError, ColdTierError
+from tieredkv.plan import ForwardPlan
+from tieredkv.store import BlockStore, Holder, planner, read_layer, write
+
+BLOCK, HEADS, DIM = 16, 1, 4
+LAYER = LayerGeometry(HEADS, DIM, DIM, torch.float32)
+
+
+def make(rows: int = 1, cold: Path | None = None, **changes: Any) -> tuple[BlockStore, Holder]:
+    """A store of one layer with 8 hot slots for each row (staging aside), 2 warm ones, and a holder of some rows."""
+    values: dict[str, Any] = {"hot": "144 tokens", "warm": "32 tokens", "block_size": BLOCK, "window": BLOCK, **changes}
+    place = None if cold is None else ColdSettings(cold, free_floor=0)
+    chosen = CacheSettings(**{"cold": place, **values})
+    store = BlockStore(chosen, [LAYER], [torch.device("cpu")], CpuDevice(addresses_host=False), rows, "0" * 32)
+    holder = store.holder()
+    holder.table.rows = [[] for _ in range(rows)]
+    return store, holder
+
+
+def values(plan: ForwardPlan) -> torch.Tensor:
+    """New keys [rows, 1, new, dim]: each token holds its row and position."""
+    positions = torch.arange(plan.past, plan.total, dtype=torch.float32)
+    rows = torch.arange(plan.rows, dtype=torch.float32)[:, None] * 1000
+    return (rows + positions)[:, None, :, None].expand(-1, HEADS, -1, DIM).contiguous()
+
+
+def forward(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
+    """Plan, write and commit some tokens."""
+    plan = planner.begin(store, holder, new)
+    k = values(plan)
+    write(store, plan, 0, k, -k)
+    plan.updated.add(0)
+    planner.commit(store, holder)
+    return plan
+
+
+def check_contents(store: BlockStore, holder: Holder) -> None:
+    if not holder.tokens:
+        return
+    k, v = read_layer(store, holder, 0, holder.tokens)
+    whole = ForwardPlan(number=0, past=0, new=holder.tokens, rows=len(holder.table))
+    assert torch.equal(k, values(whole)) and torch.equal(v, -values(whole))
+
+
+def written(plan: ForwardPlan) -> list[tuple[int, int]]:
+    """(row, new token) of everything the plan writes."""
+    hot = [(w.row, w.source + i) for w in plan.hot_writes for i in range(w.tokens)]
+    below = [(w.row, w.source + i) for w in plan.through_writes for i in range(len(w.blocks) * BLOCK)]
+    return hot + below
+
+
+def read(plan: ForwardPlan) -> list[tuple[int, int]]:
+    """(row, position) of everything the plan reads."""
+    parts = [*plan.hot_runs, *plan.warm_runs, *plan.chunks]
+    return [(row, part.position + i) for part in parts for row in part.rows for i in range(part.tokens)]
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.integers(1, 3),
+    pieces=st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
+    window=st.sampled_from([None, 1, 16, 40]),
+)
+def test_every_token_is_written_once_and_read_once(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, pieces: list[int], window: int | None
+) -> None:
+    store, holder = make(rows, tmp_path_factory.mktemp("cold"), window=window)
+    for new in pieces:
+        past = holder.tokens
+        plan = forward(store, holder, new)
+        assert sorted(written(plan)) == [(row, i) for row in range(rows) for i in range(new)]
+        visible = past + 1 if new == 1 else past
+        assert sorted(read(plan)) == [(row, i) for row in range(rows) for i in range(visible)]
+        assert holder.tokens == past + new
+        assert [len(row) for row in holder.table] == [-(-holder.tokens // BLOCK)] * rows
+        late = [b for row in holder.table for b in row[max(holder.tokens - (window or 1), 0) // BLOCK :]]
+        assert all(block.hot is not None for block in late), "the window is hot"
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_neighbouring_slots_are_written_and_read_as_one() -> None:
+    store, holder = make()
+    plan = forward(store, holder, 60)
+    assert len(plan.hot_writes) == 1
+    plan = forward(store, holder, 2)
+    assert [(run.position, run.tokens) for run in plan.hot_runs] == [(0, 60)]
+    assert plan.row_slots is None
+    plan = forward(store, holder, 1)
+    assert [(run.position, run.tokens) for run in plan.hot_runs] == [(0, 63)], "with the new token"
+    assert plan.row_slots == (tuple(block.hot for block in holder.table.rows[0]),)
+    store.close()
+
+
+def test_rows_that_share_blocks_read_them_once() -> None:
+    store, holder = make(rows=2)
+    holder.table.select([0])
+    forward(store, holder, 40)
+    holder.table.select([0, 0])
+    plan = planner.begin(store, holder, 4)
+    assert [(run.rows, run.position, run.tokens) for run in plan.hot_runs if len(run.rows) > 1] == [((0, 1), 0, 32)]
+    assert sorted(read(plan)) == [(row, i) for row in (0, 1) for i in range(40)]
+    store.close()
+
+
+def test_what_a_prefill_cannot_keep_hot_goes_straight_down(tmp_path: Path) -> None:
+    store, holder = make(cold=tmp_path)
+    plan = forward(store, holder, 20 * BLOCK)
+    below = [block for w in plan.through_writes for block in w.blocks]
+    assert below == holder.table.rows[0][: len(below)], "the oldest blocks"
+    assert all(block.hot is None and block.is_stored_below for block in below)
+    assert {w.tier for w in plan.through_writes} == {"warm", "cold"}
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_full_blocks_are_sealed_at_the_next_forward_and_not_before() -> None:
+    """So that what speculation rejects is never sealed."""
+    store, holder = make()
+    forward(store, holder, 2 * BLOCK)
+    assert not any(block.sealed for block in holder.table.blocks())
+    planner.crop(store, holder, 2 * BLOCK - 3)
+    forward(store, holder, 1)
+    assert [block.sealed for block in holder.table.rows[0]] == [True, False]
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_a_crop_goes_on_in_place_where_nobody_else_looks() -> None:
+    store, holder = make()
+    forward(store, holder, 3 * BLOCK)
+    forward(store, holder, 1)
+    slots = [block.hot for block in holder.table.rows[0]]
+    planner.crop(store, holder, 2 * BLOCK + 5)
+    forward(store, holder, 3)
+    assert [block.hot for block in holder.table.rows[0]] == slots[:3], "no slot more"
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_a_crop_leaves_others_what_they_see() -> None:
+    store, holder = make(hot="288 tokens")
+    forward(store, holder, 3 * BLOCK)
+    twin = store.fork(holder)
+    planner.crop(store, holder, 2 * BLOCK + 5)
+    plan = planner.begin(store, holder, 4)
+    write(store, plan, 0, torch.zeros(1, HEADS, 4, DIM), torch.zeros(1, HEADS, 4, DIM))
+    planner.commit(store, holder)
+    check_contents(store, twin)
+    assert holder.table.rows[0][2] is not twin.table.rows[0][2]
+    assert holder.table.rows[0][:2] == twin.table.rows[0][:2]
+    store.close()
+
+
+def test_a_rollback_leaves_nothing(tmp_path: Path) -> None:
+    store, holder = make(cold=tmp_path)
+    forward(store, holder, 100)
+    before = ([list(row) for row in holder.table], {role: t.slots.used for role, t in store.tiers.items()})
+    plan = planner.begin(store, holder, 8 * BLOCK)
+    assert plan.through_writes
+    write(store, plan, 0, values(plan), values(plan))
+    planner.rollback(store, holder)
+    store.wait_all()
+    after = ([list(row) for row in holder.table], {role: t.slots.used for role, t in store.tiers.items()})
+    assert holder.tokens == 100 and after[0] == before[0]
+    assert after[1]["hot"] <= before[1]["hot"], "blocks that made room may have left"
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_a_refusal_leaves_everything_as_it_was() -> None:
+    store, holder = make()
+    forward(store, holder, 50)
+    rows = [list(row) for row in holder.table]
+    with pytest.raises(BudgetError) as caught:
+        planner.begin(store, holder, 40 * BLOCK)
+    assert caught.value.tier == "warm"
+    assert holder.plan is None and holder.tokens == 50
+    assert [list(row) for row in holder.table] == rows
+    audit_store(store)
+    forward(store, holder, 10)
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_exactly_as_much_as_fits_is_taken() -> None:
+    """8 hot slots and 2 warm ones: 10 blocks, and not a token more."""
+    for extra in (0, 1):
+        store, holder = make()
+        total = (store.hot.slots.total + 2) * BLOCK
+        forward(store, holder, total // 2)
+        if extra:
+            with pytest.raises(BudgetError):
+                forward(store, holder, total - total // 2 + 1)
+        else:
+            forward(store, holder, total - total // 2)
+        check_contents(store, holder)
+        store.close()
+
+
+def test_a_write_that_fails_below_takes_the_forward_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, holder = make(cold=tmp_path, warm=0)
+    forward(store, holder, 50)
+    cold = store.cold
+    assert cold is not None
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ColdTierError("The disk broke.", wanted="a disk", got="none", change="a new disk")
+
+    monkeypatch.setattr(cold, "write", fail)
+    with pytest.raises(ColdTierError):
+        forward(store, holder, 12 * BLOCK)
+    assert holder.tokens == 50 and holder.plan is None
+    check_contents(store, holder)
+    with pytest.raises(BudgetError, match="given up"):
+        forward(store, holder, 12 * BLOCK)
+    forward(store, holder, 10)
+    check_contents(store, holder)
+    assert cold.slots.used == 0
+    store.close()
+
+
+def test_a_holder_that_rests_does_not_keep_others_out_of_hot() -> None:
+    """Its full blocks are sealed when another one needs room, though it made no forward since."""
+    store, holder = make(warm="160 tokens")
+    forward(store, holder, 6 * BLOCK)
+    other = store.holder()
+    other.table.rows = [[]]
+    for _ in range(6):
+        forward(store, other, BLOCK)
+    check_contents(store, holder)
+    check_contents(store, other)
+    assert any(block.hot is None for block in holder.table.blocks())
+    store.close()
