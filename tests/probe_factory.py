@@ -15,6 +15,4 @@ _folder = tempfile.TemporaryDirectory(prefix="tieredkv-probes-")
 
 def factory(config: Any) -> tieredkv.TieredCache:
     """A new cache for a config: 64 tokens hot, 32 warm, the rest in a temporary folder."""
-    return tieredkv.TieredCache(
-        config, hot="64 tokens", warm="32 tokens", cold=_folder.name, block_size=16, window=16
-    )
+    return tieredkv.TieredCache(config, hot="64 tokens", warm="32 tokens", cold=_folder.name, block_size=16, window=16)

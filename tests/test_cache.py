@@ -302,6 +302,23 @@ def test_a_crop_into_a_sealed_block_copies_it(cold_dir: Path) -> None:
         audit(cache)
 
 
+def test_a_crop_into_a_block_that_is_on_its_way_down_waits_for_the_copy(cold_dir: Path) -> None:
+    model, ids = tiny(), tokens(120)
+    device = SimulatedAccelerator(latency_seconds=0.05)
+    eager = tieredkv.CacheSettings(write_down_at=0.0)
+    with small(model, cold_dir, window=1, hot="192 tokens", warm="160 tokens", device=device, settings=eager) as cache:
+        feed(model, ids[:, :80], cache)
+        feed(model, ids[:, 80:81], cache)  # seals the blocks, and writes those outside the window down
+        store, holder = store_of(cache), cache.parts().holder
+        assert holder is not None
+        assert store.is_moving(holder.table.rows[0][3]) and not store.is_moving(holder.table.rows[0][4])
+        length = 3 * 16 + 5
+        cache.crop(length - 81)
+        assert_close(feed(model, ids[:, length:], cache, [1, 3]), oracle(ids)[:, length:])
+        assert device.clocks.races == 0
+        audit(cache)
+
+
 # ---- placement
 
 

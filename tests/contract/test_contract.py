@@ -97,9 +97,7 @@ def test_the_way_is_the_one_that_was_selected(model: Any, cold_dir: Path) -> Non
         generate(model, prompt(40), cache)
         selected = seam.implementation_of(model.config) == seam.NAME
         assert cache.mode == ("blocks" if selected else "gather")
-        assert cache.stats().moves["hot_to_warm"].blocks + cache.stats().moves.get(
-            "hot_to_cold", cache.stats().moves["hot_to_warm"]
-        ).blocks
+        assert cache.stats().moves["hot_to_warm"].blocks > 0
 
 
 def test_turns_continue(model: Any, cold_dir: Path) -> None:
