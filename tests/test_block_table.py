@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -105,6 +107,8 @@ def test_the_printed_table_says_where_every_block_is(cold_dir: Path) -> None:
         assert all(entry.ref_count == 1 and entry.last_access > 0 and entry.offset >= 0 for entry in entries)
         places = [(entry.location, entry.layer_id, entry.offset) for entry in entries]
         assert len(set(places)) == len(places), "two blocks at one offset"
+        printed = json.loads(json.dumps([dataclasses.asdict(entry) for entry in entries]))
+        assert printed[0] == {**dataclasses.asdict(entries[0]), "token_range": [0, BLOCK]}
 
 
 def test_the_printed_offset_leads_to_the_bytes(cold_dir: Path) -> None:

@@ -230,7 +230,9 @@ def test_a_write_that_fails_below_takes_the_forward_back(tmp_path: Path, monkeyp
         raise ColdTierError("The disk broke.", wanted="a disk", got="none", change="a new disk")
 
     monkeypatch.setattr(cold, "write", fail)
-    with pytest.raises(ColdTierError):
+    # Which write fails first is a matter of timing: the forward's own (told at its commit), or a write-down that was
+    # queued just before, after which the forward finds no cold tier.
+    with pytest.raises((ColdTierError, BudgetError)):
         forward(store, holder, 12 * BLOCK)
     assert holder.tokens == 50 and holder.plan is None
     check_contents(store, holder)
