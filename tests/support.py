@@ -218,6 +218,15 @@ def assert_generated(out: Any, prompt: int, name: str = "llama", mask: torch.Ten
         assert_close(logits, wanted[:, prompt - 1 + step].float(), f"step {step}")
 
 
+WAYS = ["blocks", "gather"]
+"""How attention gets K and V."""
+
+
+def of(model: Any, way: str) -> Any:
+    """What a cache is given so that the model attends this way."""
+    return model if way == "blocks" else model.config
+
+
 SIZES: dict[str, Any] = {"hot": "96 tokens", "warm": "32 tokens", "block_size": 16, "window": 16}
 """Budgets that a few hundred tokens of a tiny model fill: five blocks for each row in hot, two in warm."""
 

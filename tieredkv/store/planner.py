@@ -160,7 +160,8 @@ def _protected(store: BlockStore, holder: Holder) -> set[int]:
 
 
 def _is_writable(block: Block) -> bool:
-    return not block.sealed and block.refs == 1 and block.hot is not None
+    # A block that was written straight down and then cut has a copy below before it is sealed.
+    return not block.sealed and block.refs == 1 and block.hot is not None and not block.is_stored_below
 
 
 def tail_copies(holder: Holder) -> int:
