@@ -49,7 +49,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", BASE | _SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}),
     "gemma2": (
         "Gemma2",
-        BASE | _SLIDING | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+        BASE
+        | _SLIDING
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 8,
+            # Transformers' SDPA ignores the softcap in 5.17, and refuses it in 5.24: only eager is a reference.
+            "attn_implementation": "eager",
+        },
     ),
     "gemma3n": (
         "Gemma3n",

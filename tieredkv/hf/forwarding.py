@@ -284,6 +284,10 @@ class Forwarding(DynamicCache):
         """(keys, offset) of the next forward's mask in this layer."""
         if layer_idx in self._index:
             return self._common_length() + query_length, 0
+        if layer_idx not in self._others.layers or self.is_linear[layer_idx]:
+            # transformers 5.17 asks layer 0 for its mask even where it is linear: the first attention layer answers.
+            sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+            return sizes
         return self._others.mask_sizes(layer_idx, query_length, self._common_length() if self._tiered else None)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -119,7 +119,7 @@ class TieredLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(tokens that the next forward attends to, 0)."""
-        return self.cache.get_seq_length(self.layer_idx) + query_length, 0
+        return self.cache.get_mask_sizes(query_length, self.layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: layers of one cache are cropped together."""
