@@ -100,8 +100,8 @@ class TieredCache(Forwarding):
                 change=f"crop({tokens_to_remove} - cache.get_seq_length()) keeps {tokens_to_remove} tokens",
             )
         self._finish()
-        if self._store is not None and self._holder is not None and tokens_to_remove:
-            planner.crop(self._store, self._holder, self._holder.tokens + tokens_to_remove)
+        if self._place.store is not None and self._place.holder is not None and tokens_to_remove:
+            planner.crop(self._place.store, self._place.holder, self._place.holder.tokens + tokens_to_remove)
         self._positions.cropped(-tokens_to_remove)
         self._others.crop(tokens_to_remove)
 
@@ -117,7 +117,7 @@ class TieredCache(Forwarding):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; the copies share their blocks."""
-        rows = 0 if self._holder is None else len(self._holder.table)
+        rows = 0 if self._place.holder is None else len(self._place.holder.table)
         self._select([row for row in range(rows) for _ in range(repeats)])
         self._others.repeat(repeats)
 
@@ -129,10 +129,10 @@ class TieredCache(Forwarding):
 
     def _select(self, indices: Sequence[int]) -> None:
         self._finish()
-        if self._store is None or self._holder is None or not self._holder.table.rows:
+        if self._place.store is None or self._place.holder is None or not self._place.holder.table.rows:
             return
-        with self._store.lock:
-            self._holder.table.select(indices)
+        with self._place.store.lock:
+            self._place.holder.table.select(indices)
         self._positions.select(indices)
 
     def reserve(self, tokens: int) -> None:
@@ -142,8 +142,8 @@ class TieredCache(Forwarding):
             BudgetError: they do not.
         """
         self._finish()
-        if self._store is not None and self._holder is not None and self._holder.table.rows:
-            requests.reserve(self._store, self._holder, tokens)
+        if self._place.store is not None and self._place.holder is not None and self._place.holder.table.rows:
+            requests.reserve(self._place.store, self._place.holder, tokens)
         self._settings = dataclasses.replace(self._settings, max_tokens=tokens)
 
     def demote(self, tier: str = "warm") -> int:
@@ -153,22 +153,20 @@ class TieredCache(Forwarding):
             BudgetError: they do not fit there.
         """
         self._finish()
-        if self._store is None or self._holder is None:
+        if self._place.store is None or self._place.holder is None:
             return 0
-        return requests.demote(self._store, self._holder, tier)
+        return requests.demote(self._place.store, self._place.holder, tier)
 
     def promote(self) -> int:
         """Bring blocks back to hot, most recent first, as far as the watermark allows; returns how many came."""
         self._finish()
-        if self._store is None or self._holder is None:
+        if self._place.store is None or self._place.holder is None:
             return 0
-        return requests.promote(self._store, self._holder)
+        return requests.promote(self._place.store, self._place.holder)
 
     def set_priority(self, priority: int) -> None:
         """Blocks of caches with a low priority leave hot first (default 0); matters where caches share a store."""
-        self._priority = priority
-        if self._holder is not None:
-            self._holder.priority = priority
+        self._place.priority = priority
 
     # ---- what a person asks
 
@@ -190,8 +188,8 @@ class TieredCache(Forwarding):
     def parts(self) -> report.Parts:
         """The cache's insides, for reports."""
         return report.Parts(
-            store=self._store,
-            holder=self._holder,
+            store=self._place.store,
+            holder=self._place.holder,
             settings=self._settings,
             tiered=tuple(self._tiered),
             mode=self.mode,
@@ -199,7 +197,7 @@ class TieredCache(Forwarding):
             tokens=self.get_seq_length(),
             gather_peak_bytes=self._gather_peak_bytes,
             other_layers_bytes=self._others.nbytes,
-            graphs=0 if self._store is None else self._kernels.graphs,
+            graphs=self._place.graphs,
             position_exempt=self._positions.exempt,
         )
 
@@ -209,7 +207,7 @@ class TieredCache(Forwarding):
 
     def move_log(self) -> list[MoveRecord]:
         """Every move so far, with `settings=CacheSettings(log_moves=True)`; else empty."""
-        store = self._store
+        store = self._place.store
         return [] if store is None else list(store.counters.log or ())
 
     def block_table(self) -> list[TableEntry]:
@@ -217,7 +215,7 @@ class TieredCache(Forwarding):
         return report.block_table(self.parts())
 
     def __repr__(self) -> str:
-        rows = 0 if self._holder is None else len(self._holder.table)
+        rows = 0 if self._place.holder is None else len(self._place.holder.table)
         return f"TieredCache(layers={len(self.layers)}, rows={rows}, tokens={self.get_seq_length()}, mode={self.mode})"
 
     @property
@@ -232,10 +230,8 @@ class TieredCache(Forwarding):
         if self._closed:
             return
         self._attachment.restore()
-        if self._store is not None:
-            self._finalizer()
+        self._place.leave()
         self._closed = True
-        self._store = self._holder = self._engine = None
 
     def __enter__(self) -> TieredCache:
         return self
@@ -248,13 +244,12 @@ class TieredCache(Forwarding):
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """A cache of its own over the same store: sealed blocks are shared, a tail is copied when it is written."""
         self._finish()
-        twin = TieredCache(self._attachment.config, settings=self._settings, device=self._device)
+        twin = TieredCache(self._attachment.config, settings=self._settings, device=self._place.device)
         memo[id(self)] = twin
-        twin._ways, twin._priority = self._ways.copy(), self._priority
+        twin._ways, twin._place.priority = self._ways.copy(), self._place.priority
         twin._positions = copy.deepcopy(self._positions)
         twin._replace_others({i: copy.deepcopy(layer, memo) for i, layer in self._others.layers.items()})
-        if self._store is not None and self._holder is not None:
-            twin._join(self._store, self._store.fork(self._holder), self._kernels)
+        self._place.fork(twin._place)
         return twin
 
     def _replace_others(self, layers: dict[int, Any]) -> None:
@@ -270,13 +265,13 @@ class TieredCache(Forwarding):
             "others": self._others.layers,
             "tensors": tensors,
             "positions": self._positions,
-            "priority": self._priority,
+            "priority": self._place.priority,
         }
         return _rebuild, (self._attachment.config, self._settings), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._replace_others(state["others"])
-        self._priority = state["priority"]
+        self._place.priority = state["priority"]
         for t, pair in state["tensors"].items():
             if pair is not None:
                 self.update(*pair, self._tiered[t])

@@ -8,8 +8,6 @@ Imports: everything to its left; transformers' DynamicCache.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
 from typing import Any
 
@@ -17,15 +15,15 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from tieredkv.attention.engine import Engine, LayerCall
-from tieredkv.attention.flex import FlexKernels
 from tieredkv.config import CacheSettings
-from tieredkv.device import Device, device_for
+from tieredkv.device import Device
 from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingModeError
 from tieredkv.hf import seam
-from tieredkv.hf.attachment import Attachment, check_layers, no_such_layer, predicted_geometry
+from tieredkv.hf.attachment import Attachment, check_layers, no_such_layer
 from tieredkv.hf.layers import Handle, TieredLayer
 from tieredkv.hf.others import OtherLayers, StateWatch
 from tieredkv.hf.positions import Positions
+from tieredkv.hf.tenancy import Tenancy
 from tieredkv.hf.ways import Ways
 from tieredkv.plan import ForwardPlan
 from tieredkv.store import BlockStore, Holder, check_tensors, gather, planner, read_layer, requests, steady, write
@@ -46,18 +44,15 @@ class Forwarding(DynamicCache):
     def __init__(self, attachment: Attachment, settings: CacheSettings, device: Device | None) -> None:
         check_layers(attachment.config)
         super().__init__(config=attachment.config)
-        self._attachment, self._settings, self._device = attachment, settings, device
+        self._attachment, self._settings = attachment, settings
         self._tiered = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         self._index = {layer_idx: t for t, layer_idx in enumerate(self._tiered)}
         for layer_idx in self._tiered:
             self.layers[layer_idx] = TieredLayer(self, layer_idx)
         self._others = OtherLayers({i: layer for i, layer in enumerate(self.layers) if i not in self._index})
-        self._store: BlockStore | None = None
-        self._holder: Holder | None = None
-        self._engine: Engine | None = None
+        self._place = Tenancy(attachment, settings, device, self._tiered)
         self._positions = Positions()
         self._gather_peak_bytes = 0
-        self._priority = 0
         self._closed = False
         self._broken: str | None = None
         self._forwards = 0  # that were complete
@@ -110,7 +105,7 @@ class Forwarding(DynamicCache):
             whole = self.gather_layer(layer_idx)
             return (key_states, value_states) if whole is None else whole
         self._check_claims()
-        store = self._open(layer, key_states, value_states)
+        store = self._place.open(layer, key_states, value_states)
         check_tensors(store, layer, key_states, value_states)
         plan = self._plan(layer, rows, new, kwargs)
         with store.lock:
@@ -120,8 +115,8 @@ class Forwarding(DynamicCache):
 
     def _refuse_layer(self, layer_idx: int) -> None:
         """A deeper model than the cache's own: what it wrote of this forward is taken back."""
-        if self._store is not None and self._holder is not None:
-            self._take_back(self._store, self._holder)
+        if self._place.store is not None and self._place.holder is not None:
+            self._take_back(self._place.store, self._place.holder)
         raise no_such_layer(layer_idx, len(self.layers))
 
     def _result(
@@ -141,14 +136,14 @@ class Forwarding(DynamicCache):
     def _gather(
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with steady(self._need_store(), self._need_holder(), plan) as placed:
-            k, v = gather(self._need_store(), placed, layer, key, value)
+        with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
+            k, v = gather(self._place.need_store(), placed, layer, key, value)
         self._gather_peak_bytes = max(self._gather_peak_bytes, k.nbytes + v.nbytes)
         return k, v
 
     def _plan(self, layer: int, rows: int, new: int, kwargs: dict[str, Any]) -> ForwardPlan:
         """The forward this update belongs to; a new one when the layer already has its tokens."""
-        store, holder = self._need_store(), self._need_holder()
+        store, holder = self._place.need_store(), self._place.need_holder()
         plan = holder.plan
         if plan is not None and layer not in plan.updated and (plan.rows, plan.new) == (rows, new):
             return plan
@@ -176,7 +171,7 @@ class Forwarding(DynamicCache):
         store.counters.begin_forward(new, rows)
         self._positions.accept()
         if plan.chunks:
-            store.prefetcher.start(self._layer_order, plan.chunks)
+            store.prefetcher.start(range(len(self._tiered)), plan.chunks)
         return plan
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
@@ -204,12 +199,12 @@ class Forwarding(DynamicCache):
 
     def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """A layer that is not tiered is updated first: plan now, so that a refusal comes before any write."""
-        holder = self._holder
+        holder = self._place.holder
         first = not any(i < layer_idx for i in self.attention_layers())
         if first and holder is None and self._tiered:
             # What is there is left over from a forward that stopped before the first tiered layer.
             self._others.reset()
-        if holder is None or self._store is None or not self._tiered or key.shape[-2] == 0:
+        if holder is None or self._place.store is None or not self._tiered or key.shape[-2] == 0:
             return
         if first:
             self._finish()
@@ -222,7 +217,7 @@ class Forwarding(DynamicCache):
     def _finish(self) -> None:
         """End the forward that is open: it counts if every tiered layer has its tokens, else it is taken back."""
         self._check_usable()
-        holder, store = self._holder, self._store
+        holder, store = self._place.holder, self._place.store
         if holder is None or store is None or holder.plan is None:
             return
         if len(holder.plan.updated) < len(self._tiered):
@@ -249,8 +244,8 @@ class Forwarding(DynamicCache):
         try:
             self._ways.check_claims()
         except HandleError:
-            if self._store is not None and self._holder is not None:
-                self._take_back(self._store, self._holder)
+            if self._place.store is not None and self._place.holder is not None:
+                self._take_back(self._place.store, self._place.holder)
             raise
 
     def handle_arrived(self, handle: Handle, reason: str | None) -> None:
@@ -265,38 +260,35 @@ class Forwarding(DynamicCache):
             return int(super().get_seq_length(layer_idx))
         if not self._tiered:
             return int(super().get_seq_length(0))
-        if layer_idx is None:
-            return self._common_length()
-        holder = self._holder
-        if holder is None:
-            return 0
-        plan = holder.plan
-        return holder.tokens + (plan.new if plan is not None and self._index[layer_idx] in plan.updated else 0)
+        return self._length(layer_idx)
 
-    def _common_length(self) -> int:
-        holder = self._holder
+    def _length(self, layer_idx: int | None = None) -> int:
+        holder = self._place.holder
         if holder is None:
             return 0
         plan = holder.plan
-        return holder.tokens + (plan.new if plan is not None and len(plan.updated) == len(self._tiered) else 0)
+        if plan is None:
+            return holder.tokens
+        whole = len(plan.updated) == len(self._tiered) if layer_idx is None else self._index[layer_idx] in plan.updated
+        return holder.tokens + (plan.new if whole else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys, offset) of the next forward's mask in this layer."""
         if layer_idx in self._index:
-            return self._common_length() + query_length, 0
+            return self._length() + query_length, 0
         if layer_idx not in self._others.layers or self.is_linear[layer_idx]:
             # transformers 5.17 asks layer 0 for its mask even where it is linear: the first attention layer answers.
             sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
             return sizes
-        return self._others.mask_sizes(layer_idx, query_length, self._common_length() if self._tiered else None)
+        return self._others.mask_sizes(layer_idx, query_length, self._length() if self._tiered else None)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next forward's first query."""
-        return self._common_length() if self._tiered else int(super().get_seq_length(layer_idx))
+        return self._length() if self._tiered else int(super().get_seq_length(layer_idx))
 
     def gather_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copies of all K and V of a tiered layer, [rows, kv_heads, tokens, dim], or None while there are none."""
-        store, holder = self._store, self._holder
+        store, holder = self._place.store, self._place.holder
         if store is None or holder is None or layer_idx not in self._index:
             return None
         tokens = self.get_seq_length(layer_idx)
@@ -308,64 +300,20 @@ class Forwarding(DynamicCache):
 
     def attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
         """One layer's attention in an open forward, for the attention function; see `Engine.attend`."""
-        with steady(self._need_store(), self._need_holder(), plan) as placed:
+        with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
             return self.engine.attend(placed, call)
 
     @property
     def engine(self) -> Engine:
         """What attends the layers."""
         self._check_usable()
-        if self._engine is None:
-            raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
-        return self._engine
-
-    @property
-    def _layer_order(self) -> range:
-        return range(len(self._tiered))
-
-    def _open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> BlockStore:
-        """The store, made at the first update, when shapes and devices are known."""
-        self._reopen_for(key.shape[0])
-        if self._store is None:
-            device = self._device or device_for(key.device)
-            layers = predicted_geometry(self._attachment.config, self._tiered, layer, key, value)
-            store = BlockStore(
-                self._settings, layers, [key.device] * len(layers), device, key.shape[0], self._attachment.fingerprint
-            )
-            self._join(store, store.holder(), FlexKernels())
-        return self._need_store()
-
-    def _reopen_for(self, rows: int) -> None:
-        """An empty cache whose sizes are in tokens for each row is sized anew for another number of rows."""
-        store, holder = self._store, self._holder
-        if store is None or holder is None or holder.table.rows or self._device is not None:
-            return
-        if self._settings.depends_on_rows and rows != store.budget.rows and len(store.holders) == 1:
-            self._finalizer()
-            self._store = self._holder = self._engine = None
-
-    def _join(self, store: BlockStore, holder: Holder, kernels: FlexKernels) -> None:
-        self._store, self._holder = store, holder
-        holder.priority = self._priority
-        self._kernels = kernels
-        self._engine = Engine(store, kernels)
-        self._finalizer = weakref.finalize(self, _leave, store, holder)
-
-    def _need_store(self) -> BlockStore:
-        if self._store is None:
-            raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
-        return self._store
-
-    def _need_holder(self) -> Holder:
-        if self._holder is None:
-            raise ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
-        return self._holder
+        return self._place.engine
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("The cache is closed.", wanted="an open cache", got="closed", change="make a new one")
-        if self._store is not None:
-            self._store.check_usable()
+        if self._place.store is not None:
+            self._place.store.check_usable()
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -382,20 +330,10 @@ class Forwarding(DynamicCache):
         self._ways.forget_forward()
         self._states = StateWatch()
         self._broken = None
-        if self._store is not None and self._holder is not None:
-            with self._store.lock:
-                planner.rollback(self._store, self._holder)
-                self._holder.table.clear()
-                self._holder.tokens = 0
+        if self._place.store is not None and self._place.holder is not None:
+            with self._place.store.lock:
+                planner.rollback(self._place.store, self._place.holder)
+                self._place.holder.table.clear()
+                self._place.holder.tokens = 0
         self._positions.forget()
         self._others.reset()
-
-
-def _leave(store: BlockStore, holder: Holder) -> None:
-    """Let go of a cache's blocks, and of the store with the last of its caches."""
-    if threading.current_thread().name.startswith("tieredkv"):
-        # The garbage collector ran on a worker, which must not wait for itself.
-        threading.Thread(target=_leave, args=(store, holder), daemon=True, name="cleanup").start()
-        return
-    with contextlib.suppress(ClosedError):
-        store.leave(holder)

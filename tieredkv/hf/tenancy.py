@@ -1,0 +1,133 @@
+"""`Tenancy`: one cache's place in a block store, from the first update on: its holder, and the engine that attends.
+
+Imports: everything to its left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+
+import torch
+
+from tieredkv.attention.engine import Engine
+from tieredkv.attention.flex import FlexKernels
+from tieredkv.config import CacheSettings
+from tieredkv.device import Device, device_for
+from tieredkv.errors import ClosedError
+from tieredkv.hf.attachment import Attachment, predicted_geometry
+from tieredkv.store import BlockStore, Holder
+
+
+class Tenancy:
+    """Empty until the first update, when shapes and devices are known.
+
+    Args:
+        attachment: the tie to the model or config.
+        settings: sizes and choices of a store that is made here.
+        device: the computing device, or None for the one of the first keys.
+        tiered: layers of the model that the store serves.
+    """
+
+    def __init__(
+        self, attachment: Attachment, settings: CacheSettings, device: Device | None, tiered: list[int]
+    ) -> None:
+        self._attachment, self._settings, self._tiered = attachment, settings, tiered
+        self.device = device
+        self.store: BlockStore | None = None
+        self.holder: Holder | None = None
+        self._engine: Engine | None = None
+        self._kernels: FlexKernels | None = None
+        self._priority = 0
+
+    def open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> BlockStore:
+        """The store; made for the first K and V of a layer, [rows, kv_heads, new, dim], if there is none."""
+        self._leave_for(key.shape[0])
+        if self.store is None:
+            device = self.device or device_for(key.device)
+            layers = predicted_geometry(self._attachment.config, self._tiered, layer, key, value)
+            store = BlockStore(
+                self._settings, layers, [key.device] * len(layers), device, key.shape[0], self._attachment.fingerprint
+            )
+            self.join(store, store.holder(), FlexKernels())
+        return self.need_store()
+
+    def _leave_for(self, rows: int) -> None:
+        """An empty cache whose sizes are in tokens for each row is sized anew for another number of rows."""
+        store, holder = self.store, self.holder
+        if store is None or holder is None or holder.table.rows or self.device is not None:
+            return
+        if self._settings.depends_on_rows and rows != store.budget.rows and len(store.holders) == 1:
+            self.leave()
+
+    def join(self, store: BlockStore, holder: Holder, kernels: FlexKernels) -> None:
+        """Take a place that was made elsewhere."""
+        self.store, self.holder, self._kernels = store, holder, kernels
+        holder.priority = self._priority
+        self._engine = Engine(store, kernels)
+        self._finalizer = weakref.finalize(self, _leave, store, holder)
+
+    def fork(self, other: Tenancy) -> None:
+        """Give `other` a place in the same store, holding the same blocks."""
+        if self.store is not None and self.holder is not None and self._kernels is not None:
+            other.join(self.store, self.store.fork(self.holder), self._kernels)
+
+    def leave(self) -> None:
+        """Let go of the blocks, and of the store with the last of its caches. May be called again."""
+        if self.store is not None:
+            self._finalizer()
+        self.store = self.holder = self._engine = None
+
+    @property
+    def priority(self) -> int:
+        """Blocks of caches with a low priority leave hot first."""
+        return self._priority
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        self._priority = priority
+        if self.holder is not None:
+            self.holder.priority = priority
+
+    @property
+    def graphs(self) -> int:
+        """Compiled graphs of FlexAttention."""
+        return 0 if self.store is None or self._kernels is None else self._kernels.graphs
+
+    @property
+    def engine(self) -> Engine:
+        """What attends the layers.
+
+        Raises:
+            ClosedError: nothing was stored yet, as with the other two.
+        """
+        if self._engine is None:
+            raise _nothing_stored()
+        return self._engine
+
+    def need_store(self) -> BlockStore:
+        """The store, where there has to be one."""
+        if self.store is None:
+            raise _nothing_stored()
+        return self.store
+
+    def need_holder(self) -> Holder:
+        """The holder, where there has to be one."""
+        if self.holder is None:
+            raise _nothing_stored()
+        return self.holder
+
+
+def _nothing_stored() -> ClosedError:
+    return ClosedError("The cache is empty.", wanted="a forward", got="none", change="run the model first")
+
+
+def _leave(store: BlockStore, holder: Holder) -> None:
+    """Let go of a cache's blocks, and of the store with the last of its caches."""
+    if threading.current_thread().name.startswith("tieredkv"):
+        # The garbage collector ran on a worker, which must not wait for itself.
+        threading.Thread(target=_leave, args=(store, holder), daemon=True, name="cleanup").start()
+        return
+    with contextlib.suppress(ClosedError):
+        store.leave(holder)
