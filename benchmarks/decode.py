@@ -1,4 +1,6 @@
-"""How fast is attention over blocks, against transformers' own cache? Run: python -m benchmarks.decode [--quick]
+"""How fast is attention over blocks, against transformers' own cache?
+
+Run: python -m benchmarks.decode [--quick] [--device cuda].
 
 Both caches in one run, the same weights and the same contents, interleaved rounds, every layer cycled through.
 """
@@ -18,7 +20,7 @@ import torch
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks import harness, shapes
+from benchmarks import decode_cuda, harness, shapes, shapes_of_load
 from benchmarks.harness import Row
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.attention.native import DecodePlan, NativeKernels
@@ -261,6 +263,9 @@ def figures(quick: bool) -> list[Row]:
     rows.append(streamed(long, rounds, cold=False))
     rows.append(streamed(long, rounds, cold=True))
     rows.append(gather_step(long, rounds))
+    rows.append(shapes_of_load.ragged(rounds))
+    rows += shapes_of_load.graphs_of_a_run(quick)
+    rows.append(shapes_of_load.many_pools(*((3, 3) if quick else (20, 20))))
     return rows
 
 
@@ -268,13 +273,18 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, for checking that it runs")
+    parser.add_argument("--device", choices=("cpu", "cuda", "cuda-code-on-cpu"), default="cpu")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     started = time.perf_counter()
-    rows = figures(arguments.quick)
+    if arguments.device == "cpu":
+        rows = figures(arguments.quick)
+    else:
+        on_cpu = arguments.device == "cuda-code-on-cpu"
+        rows = decode_cuda.run("cpu" if on_cpu else "cuda", quick=arguments.quick or on_cpu)
     for row in rows:
         print(f"{row.measure}: {row.value:.3g} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
-    if not arguments.quick:
+    if not arguments.quick and arguments.device != "cuda-code-on-cpu":
         print(harness.write("decode", rows), f"{math.ceil(time.perf_counter() - started)} s")
 
 

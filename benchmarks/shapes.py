@@ -39,19 +39,40 @@ def llama3_8b_config(layers: int) -> LlamaConfig:
     )
 
 
+def qwen25_15b_config() -> LlamaConfig:
+    """The attention and layer shape of Qwen2.5-1.5B."""
+    return LlamaConfig(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=1000,
+        max_position_embeddings=131072,
+    )
+
+
 def model_of(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     """A model with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval().to(dtype)
 
 
-def fill(cache: DynamicCache, config: LlamaConfig, tokens: int, dtype: torch.dtype, rows: int = 1) -> None:
+def fill(
+    cache: DynamicCache,
+    config: LlamaConfig,
+    tokens: int,
+    dtype: torch.dtype,
+    rows: int = 1,
+    device: torch.device | None = None,
+) -> None:
     """Put random K and V of `tokens` tokens into every layer."""
     generator = torch.Generator().manual_seed(1)
     shape = (rows, config.num_key_value_heads, tokens, config.head_dim)
     for layer in range(config.num_hidden_layers):
-        k = torch.randn(shape, generator=generator).to(dtype)
-        v = torch.randn(shape, generator=generator).to(dtype)
+        k = torch.randn(shape, generator=generator).to(device, dtype)
+        v = torch.randn(shape, generator=generator).to(device, dtype)
         cache.update(k, v, layer)
 
 

@@ -11,9 +11,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tieredkv"
 
 LAYERS = """
-    errors config stats
+    errors config stats compiler
     block checksum codecs sizing device
-    tiers block_table
+    tiers eviction block_table
     plan placement
     transfer prefetcher
     store

@@ -5,28 +5,21 @@ seconds, and kept in a folder of the user's. It reads K and V once at close to m
 bound by arithmetic for so few queries, returns the LSE, and needs neither merging in Python nor equal rows. Without a
 compiler the partials serve; `NativeKernels.reason` says why.
 
-Imports: torch, errors and the attention package.
+Imports: torch, errors, compiler and the attention package.
 """
 
 from __future__ import annotations
 
 import array
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tieredkv.attention.lse import Partial
 from tieredkv.attention.native_source import SOURCE
+from tieredkv.compiler import Compiler
 from tieredkv.errors import MismatchError
 
 CHUNK_TOKENS = 128
@@ -40,7 +33,6 @@ ITEMS_PER_THREAD = 4
 """Work items to aim for, so that threads that are late for one do not leave the others waiting."""
 
 _SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-fopenmp")
 _ARGUMENTS: Any = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 5, ctypes.c_float, ctypes.c_int64]
 
 Decode = Callable[..., None]
@@ -98,14 +90,11 @@ class NativeKernels:
     """The compiled kernels of a process or cache.
 
     Args:
-        folder: where compiled kernels are kept; by default one under the user's cache folder.
-        compiler: the C++ compiler; by default `CXX`, else the first of g++, clang++ and c++ that is found.
+        compiler: compiles them; by default the machine's.
     """
 
-    def __init__(self, folder: Path | None = None, compiler: str | None = None) -> None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._folder = folder if folder is not None else home / "tieredkv" / "kernels"
-        self._compiler = compiler
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self._compiler = compiler or Compiler()
         self._kernels: dict[tuple[torch.dtype, int, int], Decode | None] = {}
         self.reason: str | None = None
 
@@ -163,8 +152,9 @@ class NativeKernels:
         key = (dtype, k_dim, v_dim)
         if key not in self._kernels:
             try:
-                library = ctypes.CDLL(str(self._build(_SCALARS[dtype], k_dim, v_dim)))
-            except (OSError, subprocess.SubprocessError) as error:
+                macros = {"SCALAR": _SCALARS[dtype], "K_DIM": k_dim, "V_DIM": v_dim}
+                library = self._compiler.load("decode", SOURCE, macros)
+            except OSError as error:
                 self.reason = f"the C++ kernel does not compile: {error}"
                 self._kernels[key] = None
             else:
@@ -172,47 +162,3 @@ class NativeKernels:
                 function.argtypes, function.restype = _ARGUMENTS, None
                 self._kernels[key] = function
         return self._kernels[key]
-
-    def _build(self, scalar: int, k_dim: int, v_dim: int) -> Path:
-        """The path of the shared library, compiled unless the folder has it."""
-        candidates = (self._compiler, os.environ.get("CXX"), "g++", "clang++", "c++")
-        compiler = next((found for name in candidates if name and (found := shutil.which(name))), None)
-        if compiler is None:
-            raise FileNotFoundError("no C++ compiler (CXX, g++, clang++ or c++)")
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        options = [*_FLAGS, f"-DSCALAR={scalar}", f"-DK_DIM={k_dim}", f"-DV_DIM={v_dim}"]
-        parts = [SOURCE.encode(), version, " ".join(options).encode(), _processor().encode()]
-        name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-        path = self._private_folder() / f"decode-{name}.so"
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-                source, built = Path(scratch, "decode.cpp"), Path(scratch, "decode.so")
-                source.write_text(SOURCE)
-                command = [compiler, *options, str(source), "-o", str(built)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise OSError(f"{compiler}: {done.stderr.strip()[:500]}")
-                built.replace(path)  # whole or absent, whoever else compiles it now
-        return path
-
-    def _private_folder(self) -> Path:
-        """The folder, if code in it can only be the user's own; else a fresh one for this process."""
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            state = self._folder.stat()
-        except OSError:
-            state = None
-        own = state is not None and state.st_uid == os.getuid() and not state.st_mode & 0o022
-        if not own or not os.access(self._folder, os.W_OK):
-            self._folder = Path(tempfile.mkdtemp(prefix="tieredkv-kernels-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        return self._folder
-
-
-def _processor() -> str:
-    """What "native" means to the compiler here: a folder may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
