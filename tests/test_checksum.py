@@ -59,21 +59,23 @@ def some_planes(draw: st.DrawFn) -> Planes:
     return tuple(planes)
 
 
+@pytest.mark.parametrize("native", [True, False])
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(planes=some_planes())
-def test_planes_rows_and_specification_agree(planes: Planes) -> None:
-    summer, rows = Checksummer(compiled=False), rows_of(planes)
+def test_planes_rows_and_specification_agree(native: bool, planes: Planes) -> None:
+    summer, rows = Checksummer(native=native), rows_of(planes)
     sums = summer.checksum(planes)
     assert sums.dtype == torch.int64 and sums.shape == (planes[0].shape[1],)
     assert torch.equal(sums, summer.checksum_rows(rows))
     assert unsigned(sums) == [specified(row.numpy().tobytes()) for row in rows]
 
 
+@pytest.mark.parametrize("native", [True, False])
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(planes=some_planes(), start=st.integers(0, 3))
-def test_strides_make_no_difference(planes: Planes, start: int) -> None:
+def test_strides_make_no_difference(native: bool, planes: Planes, start: int) -> None:
     """Slots in the middle of a pool, inner dimensions that are not contiguous, and rows at odd addresses."""
-    summer = Checksummer(compiled=False)
+    summer = Checksummer(native=native)
     wanted = summer.checksum(planes)
     pools, transposed = [], []
     for plane in planes:
@@ -88,8 +90,9 @@ def test_strides_make_no_difference(planes: Planes, start: int) -> None:
     assert torch.equal(summer.checksum_rows(odd.copy_(rows)), wanted)
 
 
-def test_rows_larger_than_one_eager_piece() -> None:
-    summer = Checksummer(compiled=False)
+@pytest.mark.parametrize("native", [True, False])
+def test_rows_larger_than_one_eager_piece(native: bool) -> None:
+    summer = Checksummer(native=native)
     for shape in ((2, 3, 90_000), (3, 700, 130), (140_000, 2, 1)):
         words = random_bytes(*shape, 8).view(torch.int64)
         rows = words.transpose(0, 1).flatten(1).contiguous().view(torch.uint8)
@@ -116,7 +119,7 @@ def test_zeros_have_a_checksum_that_tells_their_length() -> None:
 def test_weights_are_odd_and_distinct_and_do_not_depend_on_the_longest_row() -> None:
     weights = module._make_weights(1 << 15)
     assert (weights & 1).all() and len(set(weights.tolist())) == len(weights)
-    rows, summer = random_bytes(3, 800), Checksummer(compiled=False)
+    rows, summer = random_bytes(3, 800), Checksummer(native=False)
     short_first = summer.checksum_rows(rows)
     summer.checksum_rows(random_bytes(1, 80_000))
     assert torch.equal(short_first, summer.checksum_rows(rows))
@@ -181,24 +184,26 @@ FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("data", ["random", "near zero", "signs"])
-def test_no_fault_passes_unseen(fault: str, data: str) -> None:
+def test_no_fault_passes_unseen(native: bool, fault: str, data: str) -> None:
     """1,000 blocks under each of ten faults, in data without structure and in data with much: 30,000 in all."""
     rows = random_bytes(1000, ROW_BYTES)
     if data == "near zero":  # fp32 numbers that share sign and exponent
         rows = (1 + rows.view(torch.int32).float().abs() * 2.0**-40).view(torch.uint8)
     elif data == "signs":  # bf16 ones and minus ones
         rows = torch.randn(1000, ROW_BYTES // 2).sign().bfloat16().view(torch.uint8)
-    summer = Checksummer(compiled=False)
+    summer = Checksummer(native=native)
     damaged = FAULTS[fault](rows)
     changed = (damaged != rows).any(1)
     assert changed.sum() >= 400  # a swap of equal words is no fault
     assert torch.equal(summer.checksum_rows(rows) != summer.checksum_rows(damaged), changed)
 
 
-def test_every_single_bit_and_every_pair_of_top_bits_counts() -> None:
-    summer, row = Checksummer(compiled=False), random_bytes(1, ROW_BYTES)
+@pytest.mark.parametrize("native", [True, False])
+def test_every_single_bit_and_every_pair_of_top_bits_counts(native: bool) -> None:
+    summer, row = Checksummer(native=native), random_bytes(1, ROW_BYTES)
     wanted = summer.checksum_rows(row)
     every_bit = flip_bits(row.repeat(ROW_BYTES * 8, 1), torch.arange(ROW_BYTES * 8))
     assert (summer.checksum_rows(every_bit) != wanted).all()
@@ -222,10 +227,10 @@ def test_short_uses_never_compile(large: Planes, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("compiled")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    summer = Checksummer()
+    summer = Checksummer(native=False)
     summer.checksum(large)
     assert summer.compile_records()["cpu"].state == "waiting"
-    off = Checksummer(compiled=False, compile_after_bytes=0)
+    off = Checksummer(native=False, compiled=False, compile_after_bytes=0)
     off.checksum(large)
     assert off.compile_records() == {}
 
@@ -235,7 +240,10 @@ def test_failed_compilation_is_recorded_and_harmless(large: Planes, monkeypatch:
         raise OSError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", fail)
-    wanted, summer = Checksummer(compiled=False).checksum(large), Checksummer(compile_after_bytes=0)
+    wanted, summer = (
+        Checksummer(native=False, compiled=False).checksum(large),
+        Checksummer(native=False, compile_after_bytes=0),
+    )
     for _ in range(2):
         assert torch.equal(summer.checksum(large), wanted)
     record = summer.compile_records()["cpu"]
@@ -254,7 +262,10 @@ def test_bad_kernel_is_dropped(fault: str, large: Planes, monkeypatch: pytest.Mo
         return module._sum_of(words, weights) + (fault == "wrong bits")
 
     monkeypatch.setattr(torch, "compile", fake_compiler(kernel))
-    wanted, summer = Checksummer(compiled=False).checksum(large), Checksummer(compile_after_bytes=0)
+    wanted, summer = (
+        Checksummer(native=False, compiled=False).checksum(large),
+        Checksummer(native=False, compile_after_bytes=0),
+    )
     for _ in range(3):
         assert torch.equal(summer.checksum(large), wanted)
     record = summer.compile_records()["cpu"]
@@ -271,7 +282,10 @@ def test_other_threads_do_not_wait_for_the_compiler(large: Planes, monkeypatch: 
         return module._sum_of(words, weights)
 
     monkeypatch.setattr(torch, "compile", fake_compiler(kernel))
-    wanted, summer = Checksummer(compiled=False).checksum(large), Checksummer(compile_after_bytes=0)
+    wanted, summer = (
+        Checksummer(native=False, compiled=False).checksum(large),
+        Checksummer(native=False, compile_after_bytes=0),
+    )
     results: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: results.append(summer.checksum(large)))
     thread.start()
@@ -292,7 +306,7 @@ def one_graph_only() -> Iterator[None]:
 
 @pytest.mark.slow  # one compilation: 3 to 10 seconds
 def test_one_compiled_graph_serves_every_layout_and_thread(large: Planes, one_graph_only: None) -> None:
-    eager, summer = Checksummer(compiled=False), Checksummer(compile_after_bytes=0)
+    eager, summer = Checksummer(native=False, compiled=False), Checksummer(native=False, compile_after_bytes=0)
     cases = [large, *((plane,) for plane in large)]
     cases += [(plane.transpose(0, 1).contiguous().transpose(0, 1),) for plane in large]
     cases += [(random_bytes(heads, n, 32, 8192 // heads),) for heads, n in ((1, 40), (4, 2), (2, 1), (1, 1))]
@@ -318,3 +332,27 @@ def test_one_compiled_graph_serves_every_layout_and_thread(large: Planes, one_gr
     for thread in threads:
         thread.join()
     assert wrong == [] and summer.compile_records()["cpu"].error is None
+
+
+def test_without_a_compiler_the_bits_are_the_same(large: Planes, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Checksummer().checksum(large)
+
+    def fail(*args: object) -> None:
+        raise OSError("no C++ compiler")
+
+    monkeypatch.setattr(module, "NativeSum", fail)
+    summer = Checksummer()
+    assert torch.equal(summer.checksum(large), wanted)
+    assert summer.native_reason == "no C++ compiler"
+
+
+def test_several_threads_share_one_native_kernel(large: Planes) -> None:
+    summer = Checksummer()
+    results: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(summer.checksum(large))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wanted = Checksummer(native=False).checksum(large)
+    assert len(results) == 4 and all(torch.equal(sums, wanted) for sums in results)

@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "tieredkv"
 
 LAYERS = """
     errors config stats compiler
-    block checksum codecs sizing device
-    tiers eviction block_table
+    block checksum_native checksum codecs sizing device
+    tiers eviction durable block_table
     plan placement
     transfer prefetcher
     store
     reference attention
-    hf report cache
+    hf report events advice cache
     __init__ cli __main__
 """
 """Left to right, top to bottom: a module imports only what stands before it. A package inside ours is one entry, and
