@@ -156,7 +156,7 @@ class CacheSettings:
     write_down_at: float = 0.5
     read_in_place: bool = True
     kernel: Kernel = "auto"
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 2048
     staging_buffers: int = 2
     max_tokens: int | None = None
     log_moves: bool = False

@@ -13,6 +13,7 @@ import tieredkv
 from tieredkv.attention.engine import Engine
 from tieredkv.attention.flex import FlexTiles
 from tieredkv.attention.native import NativeKernels
+from tieredkv.compiler import Compiler
 
 STEPS = ((0, 130), (130, 131), (131, 150), *((i, i + 1) for i in range(150, 170)))
 
@@ -96,7 +97,7 @@ def test_native_serves_by_default_and_flash_without_a_compiler(monkeypatch: pyte
     assert served
     served.clear()
     make = NativeKernels.__init__
-    monkeypatch.setattr(NativeKernels, "__init__", lambda self: make(self, tmp_path / "kernels", "no-such-compiler"))
+    monkeypatch.setattr(NativeKernels, "__init__", lambda self: make(self, Compiler(tmp_path)))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with torch.no_grad(), tieredkv.TieredCache(model, hot="256 tokens", warm=0, block_size=16) as cache:

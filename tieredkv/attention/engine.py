@@ -20,7 +20,7 @@ from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.native import DecodePlan, NativeKernels
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.device import Region
-from tieredkv.plan import ForwardPlan, Run
+from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store import BlockStore
 
 FLEX_LEAST_TOKENS = 4096
@@ -68,7 +68,7 @@ class Engine:
         self._tiles_of: tuple[int, int] | None = None
         self._native = NativeKernels()
         self._plans_of: ForwardPlan | None = None
-        self._plans: dict[tuple[int, str], DecodePlan] = {}
+        self._plans: dict[tuple[int, str | int], DecodePlan] = {}
         self._simulated = store.device.kind == "simulated"
 
     @property
@@ -84,25 +84,21 @@ class Engine:
         """
         starts = _starts(call.mask, plan.rows)
         if starts is not None and self._wants_native(plan, call):
-            whole = self._natively(plan, call, starts)
-            if not plan.chunks:
-                return merge(whole, sinks=call.sinks, dtype=call.query.dtype)
-            split = [[Partial(p.out[r : r + 1], p.lse[r : r + 1]) for p in whole] for r in range(plan.rows)]
-            self._over_chunks(plan, call, starts, split)
-            return self._merged(call, split)
+            parts = [*self._natively(plan, call, starts), *self._chunks_natively(plan, call, starts)]
+            return merge(parts, sinks=call.sinks, dtype=call.query.dtype)
         if starts is not None and self._wants_flex(plan, call):
             return self._flex(plan, call, starts)
-        parts: list[list[Partial]] = [[] for _ in range(plan.rows)]
+        by_row: list[list[Partial]] = [[] for _ in range(plan.rows)]
         if plan.hot_runs:
             k_flat, v_flat = self._store.flat_pools(call.layer)
-            self._over_runs(plan, call, starts, plan.hot_runs, k_flat, v_flat, "hot", parts)
+            self._over_runs(plan, call, starts, plan.hot_runs, k_flat, v_flat, "hot", by_row)
         if plan.warm_runs:
-            self._over_warm(plan, call, starts, parts)
+            self._over_warm(plan, call, starts, by_row)
         if plan.chunks:
-            self._over_chunks(plan, call, starts, parts)
+            self._over_chunks(plan, call, starts, by_row)
         if plan.new > 1:
-            return self._with_new(plan, call, starts, parts)
-        return self._merged(call, parts)
+            return self._with_new(plan, call, starts, by_row)
+        return self._merged(call, by_row)
 
     @staticmethod
     def _merged(call: LayerCall, parts: list[list[Partial]]) -> torch.Tensor:
@@ -141,22 +137,36 @@ class Engine:
                 partials.append(work())
         return partials
 
+    def _chunks_natively(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
+        """Partials of all rows over each chunk that comes through staging."""
+        ring, layers = self._store.prefetcher, range(len(self._store.layers))
+        partials = []
+        for index, chunk in enumerate(plan.chunks):
+            with ring.chunk(layers, plan.chunks, call.layer, index) as (k, v, buffer):
+                keys = self._native_plan(plan, call.key.shape[1], index, [chunk], starts)
+                work = functools.partial(self._native.attend, call.query, k, v, keys, scale=call.scale)
+                partials.append(self._store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
+        return partials
+
     def _native_plan(
-        self, plan: ForwardPlan, kv_heads: int, role: str, runs: Sequence[Run], starts: Sequence[int]
+        self, plan: ForwardPlan, kv_heads: int, place: str | int, pieces: Sequence[Run | Chunk], starts: Sequence[int]
     ) -> DecodePlan:
-        """Each row's stretches of a pool, made once per forward and used by every layer with as many KV heads."""
+        """Each row's stretches of a pool or a chunk, made once per forward, for every layer with as many KV heads."""
         if self._plans_of is not plan:
             self._plans_of, self._plans = plan, {}
-        found = self._plans.get((kv_heads, role))
+        found = self._plans.get((kv_heads, place))
         if found is None:
             rows: list[list[tuple[int, int]]] = [[] for _ in range(plan.rows)]
-            for run in runs:
-                for row in run.rows:
-                    skip = max(starts[row] - run.position, 0)
-                    if skip < run.tokens:
-                        rows[row].append((run.start + skip, run.tokens - skip))
-            found = DecodePlan(rows, kv_heads=kv_heads, threads=torch.get_num_threads(), fresh=0)
-            self._plans[(kv_heads, role)] = found
+            for piece in pieces:
+                start = piece.start if isinstance(piece, Run) else 0
+                for row in piece.rows:
+                    skip = max(starts[row] - piece.position, 0)
+                    if skip < piece.tokens:
+                        rows[row].append((start + skip, piece.tokens - skip))
+            # While blocks are on their way a core is theirs: two threads on one core wait for each other.
+            threads = max(torch.get_num_threads() - bool(plan.chunks), 1)
+            found = DecodePlan(rows, kv_heads=kv_heads, threads=threads, fresh=0)
+            self._plans[(kv_heads, place)] = found
         return found
 
     # ---- one compiled call over the pool
