@@ -104,11 +104,11 @@ def attention_alone(
         native.serves(q, kv_heads, dim, dim)
 
         def kernels() -> None:
-            stretch = [[(table.rows[0][0].hot * BLOCK, table.rows[0][-1].tokens + (len(table.rows[0]) - 1) * BLOCK)]]
+            stretch = [[(0, table.rows[0][0].hot * BLOCK, table.rows[0][-1].tokens + (len(table.rows[0]) - 1) * BLOCK)]]
             plan = DecodePlan(stretch, kv_heads=kv_heads, threads=torch.get_num_threads(), fresh=0)
             for layer in range(layers):
                 k_flat, v_flat = store.flat_pools(layer)
-                native.attend(q, k_flat, v_flat, plan, scale=dim**-0.5)
+                native.attend(q, [(k_flat, v_flat)], plan, scale=dim**-0.5)
 
         contestants = {
             "stock": lambda: run(stock, sdpa_attention_forward),

@@ -24,14 +24,14 @@ LAYERS = 4
 """Cycled through, so that no pool stays in a processor's cache."""
 
 
-def scattered(lengths: Sequence[int], slots: int, seed: int) -> list[list[tuple[int, int]]]:
-    """For each row stretches (first token in the pool, tokens): its blocks in slots drawn at random."""
+def scattered(lengths: Sequence[int], slots: int, seed: int) -> list[list[tuple[int, int, int]]]:
+    """For each row stretches (pool 0, first token in it, tokens): its blocks in slots drawn at random."""
     drawn = random.Random(seed).sample(range(slots), sum(-(-tokens // BLOCK) for tokens in lengths))
     rows = []
     for tokens in lengths:
         count = -(-tokens // BLOCK)
         own, drawn = drawn[:count], drawn[count:]
-        rows.append([(slot * BLOCK, min(BLOCK, tokens - index * BLOCK)) for index, slot in enumerate(own)])
+        rows.append([(0, slot * BLOCK, min(BLOCK, tokens - index * BLOCK)) for index, slot in enumerate(own)])
     return rows
 
 
@@ -50,7 +50,7 @@ def ragged(rounds: int) -> Row:
 
     def run(plan: DecodePlan) -> None:
         for k, v in pools:
-            native.attend(q, k, v, plan, scale=DIM**-0.5)
+            native.attend(q, [(k, v)], plan, scale=DIM**-0.5)
 
     plans = {
         name: DecodePlan(scattered(some, slots, 1), kv_heads=KV_HEADS, threads=torch.get_num_threads(), fresh=0)

@@ -27,10 +27,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
     return NativeKernels(Compiler(tmp_path_factory.mktemp("kernels")))
 
 
-def _mask(rows: list[list[tuple[int, int]]], new: int, fresh: int) -> list[torch.Tensor | None]:
+def _mask(rows: list[list[tuple[int, int, int]]], new: int, fresh: int) -> list[torch.Tensor | None]:
     masks: list[torch.Tensor | None] = []
     for row in rows:
-        total = sum(tokens for _, tokens in row)
+        total = sum(tokens for _, _, tokens in row)
         ends = torch.arange(total - new + 1, total + 1) if fresh else torch.full((new,), total)
         masks.append(torch.arange(total) < ends[:, None])
     return masks
@@ -59,20 +59,25 @@ def test_any_stretches_of_any_rows(
     spread: float,
 ) -> None:
     lengths = st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 512, 700]))
-    stretch = lengths.flatmap(lambda tokens: st.tuples(st.integers(0, POOL - tokens), st.just(tokens)))
+    stretch = lengths.flatmap(
+        lambda tokens: st.tuples(st.integers(0, 1), st.integers(0, POOL - tokens), st.just(tokens))
+    )
     rows = data.draw(st.lists(st.lists(stretch, max_size=4), min_size=1, max_size=4))
-    k, v = (torch.full((heads[1], POOL, dim), torch.nan, dtype=dtype) for dim in dims)
+    pools = [
+        tuple(torch.full((heads[1], POOL + extra, dim), torch.nan, dtype=dtype)[:, extra:] for dim in dims)
+        for extra in (0, 32)
+    ]
     for row in rows:
-        for offset, tokens in row:
-            k[:, offset : offset + tokens] = torch.randn(heads[1], tokens, dims[0]).to(dtype)
-            v[:, offset : offset + tokens] = torch.randn(heads[1], tokens, dims[1]).to(dtype)
+        for number, offset, tokens in row:
+            for pool, dim in zip(pools[number], dims, strict=True):
+                pool[:, offset : offset + tokens] = torch.randn(heads[1], tokens, dim).to(dtype)
     q = (spread * torch.randn(len(rows), new, heads[0], dims[0])).to(dtype).transpose(1, 2)
     assert kernels.serves(q, heads[1], *dims)
     plan = DecodePlan(rows, kv_heads=heads[1], threads=threads, fresh=new if fresh else 0)
-    out, lse = kernels.attend(q, k, v, plan, scale=0.2)
+    out, lse = kernels.attend(q, pools, plan, scale=0.2)
     blocks = [
-        [(k[:, a : a + n].double(), v[:, a : a + n].double()) for a, n in row]
-        or [(k[:, :0].double(), v[:, :0].double())]
+        [tuple(pool[:, a : a + n].double() for pool in pools[p]) for p, a, n in row]
+        or [tuple(pool[:, :0].double() for pool in pools[0])]
         for row in rows
     ]
     exact_out, exact_lse = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, new, fresh))
@@ -85,8 +90,8 @@ def test_any_stretches_of_any_rows(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_against_sdpa(kernels: NativeKernels, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, heads, tokens, 128).to(dtype) for heads, tokens in ((8, 1), (2, 2500), (2, 2500)))
-    plan = DecodePlan([[(0, 1300), (1300, 1200)]], kv_heads=2, threads=2, fresh=1)
-    out = merge([kernels.attend(q, k[0], v[0], plan, scale=0.1)], sinks=None, dtype=dtype)
+    plan = DecodePlan([[(0, 0, 1300), (0, 1300, 1200)]], kv_heads=2, threads=2, fresh=1)
+    out = merge([kernels.attend(q, [(k[0], v[0])], plan, scale=0.1)], sinks=None, dtype=dtype)
     exact = attend(q.double(), [[(k[0].double(), v[0].double())]], scale=0.1)[0]
     stock = scaled_dot_product_attention(q, k, v, scale=0.1, enable_gqa=True)
     assert (out.double() - exact).abs().max() <= 2 * (stock.double() - exact).abs().max()
@@ -94,16 +99,16 @@ def test_error_against_sdpa(kernels: NativeKernels, dtype: torch.dtype) -> None:
 
 def test_the_same_bits_whatever_thread_comes_first(kernels: NativeKernels) -> None:
     q, pool = torch.randn(3, 6, 1, 64), torch.randn(2, POOL, 64)
-    plan = DecodePlan([[(0, 2900)], [(5, 700)], [(100, 64)]], kv_heads=2, threads=2, fresh=1)
-    first = kernels.attend(q, pool, pool, plan, scale=0.2)
+    plan = DecodePlan([[(0, 0, 2900)], [(0, 5, 700)], [(0, 100, 64)]], kv_heads=2, threads=2, fresh=1)
+    first = kernels.attend(q, [(pool, pool)], plan, scale=0.2)
     for _ in range(20):
-        again = kernels.attend(q, pool, pool, plan, scale=0.2)
+        again = kernels.attend(q, [(pool, pool)], plan, scale=0.2)
         assert torch.equal(again.out, first.out)
         assert torch.equal(again.lse, first.lse)
 
 
 def test_one_plan_serves_layers_of_unlike_dims_and_heads_with_any_stride(kernels: NativeKernels) -> None:
-    plan = DecodePlan([[(3, 200), (900, 31)]], kv_heads=2, threads=2, fresh=1)
+    plan = DecodePlan([[(0, 3, 200), (0, 900, 31)]], kv_heads=2, threads=2, fresh=1)
     for dim in (64, 128):
         q, pool = torch.randn(1, 4, 1, dim), torch.randn(2, 1, POOL + 77, dim)[:, 0, 77:]
         assert kernels.serves(q, 2, dim, dim)
@@ -113,7 +118,7 @@ def test_one_plan_serves_layers_of_unlike_dims_and_heads_with_any_stride(kernels
         )
         exact = attend(q.double(), [block], scale=0.1)[0]
         torch.testing.assert_close(
-            kernels.attend(q, pool, pool, plan, scale=0.1).out.double(), exact, atol=1e-5, rtol=1e-5
+            kernels.attend(q, [(pool, pool)], plan, scale=0.1).out.double(), exact, atol=1e-5, rtol=1e-5
         )
 
 
@@ -125,19 +130,22 @@ def test_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags
     kernels = NativeKernels(Compiler(tmp_path))
     q, pool = torch.randn(2, 4, 3, 32).to(torch.bfloat16), torch.randn(2, POOL, 32).to(torch.bfloat16)
     assert kernels.serves(q, 2, 32, 32), kernels.reason
-    rows = [[(0, 1000), (1500, 13)], [(40, 7)]]
+    rows = [[(0, 0, 1000), (0, 1500, 13)], [(0, 40, 7)]]
     plan = DecodePlan(rows, kv_heads=2, threads=1 if "openmp" in flags[0] else 2, fresh=3)
-    out = kernels.attend(q, pool, pool, plan, scale=0.2).out
-    blocks = [[(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for a, n in row] for row in rows]
+    out = kernels.attend(q, [(pool, pool)], plan, scale=0.2).out
+    blocks = [[(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for _, a, n in row] for row in rows]
     exact = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, 3, 3))[0]
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_work_is_cut_for_all_threads_and_no_finer() -> None:
-    assert DecodePlan([[(0, 8192)]], kv_heads=3, threads=2, fresh=1).units == 16
-    assert DecodePlan([[(0, 1024)]], kv_heads=3, threads=2, fresh=1).units == 3
-    assert DecodePlan([[(0, 200)]], kv_heads=8, threads=2, fresh=1).units == 1
-    assert DecodePlan([[(0, 16), (32, 16), (64, 16)], [], [(0, 100)]], kv_heads=1, threads=8, fresh=1).units == 3
+    assert DecodePlan([[(0, 0, 8192)]], kv_heads=3, threads=2, fresh=1).units == 16
+    assert DecodePlan([[(0, 0, 1024)]], kv_heads=3, threads=2, fresh=1).units == 3
+    assert DecodePlan([[(0, 0, 200)]], kv_heads=8, threads=2, fresh=1).units == 1
+    assert (
+        DecodePlan([[(0, 0, 16), (0, 32, 16), (0, 64, 16)], [], [(0, 0, 100)]], kv_heads=1, threads=8, fresh=1).units
+        == 3
+    )
     assert DecodePlan([[]], kv_heads=2, threads=2, fresh=1).units == 0
 
 
@@ -149,7 +157,7 @@ def test_without_a_compiler_the_reason_is_kept(tmp_path: Path, monkeypatch: pyte
     assert not kernels.serves(q, 1, 16, 16)
     assert kernels.reason is not None and "no C++ compiler" in kernels.reason
     with pytest.raises(MismatchError):
-        kernels.attend(q, pool, pool, DecodePlan([[(0, 9)]], kv_heads=1, threads=1, fresh=1), scale=1.0)
+        kernels.attend(q, [(pool, pool)], DecodePlan([[(0, 0, 9)]], kv_heads=1, threads=1, fresh=1), scale=1.0)
 
 
 def test_what_it_does_not_serve(kernels: NativeKernels) -> None:
@@ -161,10 +169,10 @@ def test_what_it_does_not_serve(kernels: NativeKernels) -> None:
 
 def test_a_plan_of_another_forward_is_refused(kernels: NativeKernels) -> None:
     pool = torch.zeros(2, 9, 64)
-    plan = DecodePlan([[(0, 9)]], kv_heads=2, threads=1, fresh=1)
+    plan = DecodePlan([[(0, 0, 9)]], kv_heads=2, threads=1, fresh=1)
     for q in (torch.zeros(2, 4, 1, 64), torch.zeros(1, 4, 2, 64)):
         assert kernels.serves(q, 2, 64, 64)
         with pytest.raises(MismatchError):
-            kernels.attend(q, pool, pool, plan, scale=1.0)
+            kernels.attend(q, [(pool, pool)], plan, scale=1.0)
     with pytest.raises(MismatchError):
-        kernels.attend(torch.zeros(1, 4, 1, 64), pool[:1], pool[:1], plan, scale=1.0)
+        kernels.attend(torch.zeros(1, 4, 1, 64), [(pool[:1], pool[:1])], plan, scale=1.0)

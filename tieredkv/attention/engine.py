@@ -84,8 +84,7 @@ class Engine:
         """
         starts = _starts(call.mask, plan.rows)
         if starts is not None and self._wants_native(plan, call):
-            parts = [*self._natively(plan, call, starts), *self._chunks_natively(plan, call, starts)]
-            return merge(parts, sinks=call.sinks, dtype=call.query.dtype)
+            return merge(self._natively(plan, call, starts), sinks=call.sinks, dtype=call.query.dtype)
         if starts is not None and self._wants_flex(plan, call):
             return self._flex(plan, call, starts)
         by_row: list[list[Partial]] = [[] for _ in range(plan.rows)]
@@ -108,7 +107,7 @@ class Engine:
         rows = [merge(row, sinks=call.sinks, dtype=call.query.dtype) for row in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    # ---- one native call over a pool
+    # ---- one native call over the pools
 
     def _wants_native(self, plan: ForwardPlan, call: LayerCall) -> bool:
         """Whether the native kernel serves the step: settings, shapes and the machine decide."""
@@ -117,52 +116,56 @@ class Engine:
         return self._native.serves(call.query, call.key.shape[1], call.key.shape[3], call.value.shape[3])
 
     def _natively(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
-        """Partials of all rows over what is hot, and over what is warm and attended in place."""
-        store, kv_heads = self._store, call.key.shape[1]
+        """Partials of all rows: one over what is hot or is attended in warm, and one over each chunk."""
+        store = self._store
+        runs: list[tuple[int, Run | Chunk]] = [(0, run) for run in plan.hot_runs]
+        pools = [store.flat_pools(call.layer)]
+        if plan.warm_runs and store.warm is not None:
+            warm = store.warm.run(call.layer, 0, store.warm.slots.total)
+            if warm is not None:
+                pools.append((warm[0], warm[1]))
+                runs += [(1, run) for run in plan.warm_runs]
         partials = []
-        for role, runs in (("hot", plan.hot_runs), ("warm", plan.warm_runs)):
-            tier = store.warm if role == "warm" else store.hot
-            if not runs or tier is None:
-                continue
-            keys = self._native_plan(plan, kv_heads, role, runs, starts)
-            pools = store.flat_pools(call.layer) if role == "hot" else tier.run(call.layer, 0, tier.slots.total)
-            if pools is None:
-                continue
-            k_pool, v_pool = pools
-            work = functools.partial(self._native.attend, call.query, k_pool, v_pool, keys, scale=call.scale)
+        if runs:
+            keys = self._native_plan(plan, call, "pools", runs, starts)
+            work = functools.partial(self._native.attend, call.query, pools, keys, scale=call.scale)
             if self._simulated:
-                reads: list[Region] = [(role, getattr(b, role)) for run in runs for b in run.blocks]
-                partials.append(store.device.run(work, reads=reads, name=f"attend {role}"))
+                roles: list[tuple[str, Run]] = [("hot", r) for r in plan.hot_runs] + [
+                    ("warm", r) for r in plan.warm_runs
+                ]
+                reads: list[Region] = [(role, getattr(b, role)) for role, run in roles for b in run.blocks]
+                partials.append(store.device.run(work, reads=reads, name="attend pools"))
             else:
                 partials.append(work())
-        return partials
-
-    def _chunks_natively(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
-        """Partials of all rows over each chunk that comes through staging."""
-        ring, layers = self._store.prefetcher, range(len(self._store.layers))
-        partials = []
+        ring, layers = store.prefetcher, range(len(store.layers))
         for index, chunk in enumerate(plan.chunks):
             with ring.chunk(layers, plan.chunks, call.layer, index) as (k, v, buffer):
-                keys = self._native_plan(plan, call.key.shape[1], index, [chunk], starts)
-                work = functools.partial(self._native.attend, call.query, k, v, keys, scale=call.scale)
-                partials.append(self._store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
+                keys = self._native_plan(plan, call, index, [(0, chunk)], starts)
+                work = functools.partial(self._native.attend, call.query, [(k, v)], keys, scale=call.scale)
+                partials.append(store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
         return partials
 
     def _native_plan(
-        self, plan: ForwardPlan, kv_heads: int, place: str | int, pieces: Sequence[Run | Chunk], starts: Sequence[int]
+        self,
+        plan: ForwardPlan,
+        call: LayerCall,
+        place: str | int,
+        pieces: Sequence[tuple[int, Run | Chunk]],
+        starts: Sequence[int],
     ) -> DecodePlan:
-        """Each row's stretches of a pool or a chunk, made once per forward, for every layer with as many KV heads."""
+        """Each row's stretches, made once per forward, for every layer with as many KV heads."""
         if self._plans_of is not plan:
             self._plans_of, self._plans = plan, {}
+        kv_heads = call.key.shape[1]
         found = self._plans.get((kv_heads, place))
         if found is None:
-            rows: list[list[tuple[int, int]]] = [[] for _ in range(plan.rows)]
-            for piece in pieces:
+            rows: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.rows)]
+            for pool, piece in pieces:
                 start = piece.start if isinstance(piece, Run) else 0
                 for row in piece.rows:
                     skip = max(starts[row] - piece.position, 0)
                     if skip < piece.tokens:
-                        rows[row].append((start + skip, piece.tokens - skip))
+                        rows[row].append((pool, start + skip, piece.tokens - skip))
             # While blocks are on their way a core is theirs: two threads on one core wait for each other.
             threads = max(torch.get_num_threads() - bool(plan.chunks), 1)
             found = DecodePlan(rows, kv_heads=kv_heads, threads=threads, fresh=0)

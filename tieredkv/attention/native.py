@@ -33,15 +33,15 @@ ITEMS_PER_THREAD = 4
 """Work items to aim for, so that threads that are late for one do not leave the others waiting."""
 
 _SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ARGUMENTS: Any = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 5, ctypes.c_float, ctypes.c_int64]
+_ARGUMENTS: Any = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 3, ctypes.c_float, ctypes.c_int64]
 
 Decode = Callable[..., None]
-Stretch = tuple[int, int]
-"""First token in the pool (slot times block size, and on), and how many."""
+Stretch = tuple[int, int, int]
+"""Number of the pool, first token in it (slot times block size, and on), and how many."""
 
 
 class DecodePlan:
-    """Where each row's keys lie in a pool: made once per forward, serves every layer with as many KV heads.
+    """Where each row's keys lie in one or more pools: made once per forward, serves every layer with as many KV heads.
 
     Args:
         rows: for each row its stretches of visible keys, in the order of their positions; a row may have none.
@@ -53,20 +53,20 @@ class DecodePlan:
 
     def __init__(self, rows: Sequence[Sequence[Stretch]], *, kv_heads: int, threads: int, fresh: int) -> None:
         self.rows, self.kv_heads, self.threads, self.fresh = len(rows), kv_heads, threads, fresh
-        totals = [sum(tokens for _, tokens in stretches) for stretches in rows]
+        totals = [sum(tokens for _, _, tokens in stretches) for stretches in rows]
         wanted = -(-ITEMS_PER_THREAD * threads // kv_heads)
         unit_tokens = min(max(-(-sum(totals) // wanted), SHORTEST_UNIT), LONGEST_UNIT)
         row_units, unit_stretches, unit_rows, flat = [0], [0], list[int](), list[int]()
         for row, stretches in enumerate(rows):
             room, before = 0, 0
-            for offset, tokens in stretches:
+            for pool, offset, tokens in stretches:
                 while tokens:
                     if not room:
                         unit_rows.append(row)
                         unit_stretches.append(unit_stretches[-1])
                         room = unit_tokens
                     part = min(tokens, room)
-                    flat += (offset, part, before)
+                    flat += (pool, offset, part, before)
                     unit_stretches[-1] += 1
                     offset, tokens, room, before = offset + part, tokens - part, room - part, before + part
             row_units.append(len(unit_rows))
@@ -110,14 +110,14 @@ class NativeKernels:
         return self._kernel(q.dtype, k_dim, v_dim) is not None
 
     def attend(
-        self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, plan: DecodePlan, *, scale: float
+        self, q: torch.Tensor, pools: Sequence[tuple[torch.Tensor, torch.Tensor]], plan: DecodePlan, *, scale: float
     ) -> Partial:
         """Attention of every row's new tokens over the keys of the plan; `serves` must have said yes.
 
         Args:
             q: `[rows, heads, q, k_dim]`.
-            k_pool: `[kv_heads, ..., k_dim]` in q's dtype; a head's tokens are contiguous, heads have any stride.
-            v_pool: `[kv_heads, ..., v_dim]`, likewise.
+            pools: K `[kv_heads, ..., k_dim]` and V `[kv_heads, ..., v_dim]` of each pool that the plan names, in q's
+                dtype; a head's tokens are contiguous, heads have any stride.
             plan: of this forward, for these KV heads.
             scale: factor on q·k.
 
@@ -125,7 +125,7 @@ class NativeKernels:
             MismatchError: the plan is for other rows, heads or new tokens.
         """
         rows, heads, new, k_dim = q.shape
-        kv_heads, v_dim = k_pool.shape[0], v_pool.shape[-1]
+        kv_heads, v_dim = pools[0][0].shape[0], pools[0][1].shape[-1]
         if (rows, kv_heads) != (plan.rows, plan.kv_heads) or plan.fresh not in (0, new):
             raise MismatchError(
                 "The queries do not fit the plan of the keys.",
@@ -141,10 +141,11 @@ class NativeKernels:
         queries = heads // kv_heads * new
         q = q.contiguous()
         out, lse = torch.empty((rows, heads, new, v_dim)), torch.empty((rows, heads, new))
+        places = array.array("q", [n for k, v in pools for n in (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0))])
         kernel(
-            *(q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            *(q.data_ptr(), places.buffer_info()[0], out.data_ptr(), lse.data_ptr()),
             *(plan.scratch(queries, k_dim, v_dim).data_ptr(), plan.address),
-            *(k_pool.stride(0), v_pool.stride(0), kv_heads, queries, plan.fresh, scale, plan.threads),
+            *(kv_heads, queries, plan.fresh, scale, plan.threads),
         )
         return Partial(out, lse)
 

@@ -229,11 +229,12 @@ static void merge_items(const float* items, int64_t first, int64_t last, int kv_
 }
 
 // plan: rows, units, then [rows + 1] first unit of each row, [units + 1] first stretch of each unit,
-// [units] row of each unit, [rows] tokens of each row, [stretches][3] offset in the pool, tokens, tokens before it.
+// [units] row of each unit, [rows] tokens of each row, [stretches][4] pool, offset in it, tokens, tokens before it.
+// pools: for each, addresses of K and V and their strides from head to head.
 // scratch: rows * kv_heads counters, then the items, then for each thread queries and scores.
-extern "C" void tieredkv_decode(const scalar* q, const scalar* k, const scalar* v, float* out, float* lse,
-                                float* scratch, const int64_t* plan, int64_t k_stride, int64_t v_stride,
-                                int64_t kv_heads, int64_t queries, int64_t fresh, float scale, int64_t threads) {
+extern "C" void tieredkv_decode(const scalar* q, const int64_t* pools, float* out, float* lse, float* scratch,
+                                const int64_t* plan, int64_t kv_heads, int64_t queries, int64_t fresh, float scale,
+                                int64_t threads) {
   const int64_t rows = plan[0], units = plan[1];
   const int64_t *row_units = plan + 2, *unit_stretches = row_units + rows + 1, *unit_rows = unit_stretches + units + 1;
   const int64_t *row_tokens = unit_rows + units, *stretches = row_tokens + rows;
@@ -256,12 +257,13 @@ extern "C" void tieredkv_decode(const scalar* q, const scalar* k, const scalar* 
     for (int64_t i = 0; i < queries; i++) top[i] = NOTHING;
     memset(total, 0, (size - queries) * sizeof(float));
     for (int64_t j = unit_stretches[u]; j < unit_stretches[u + 1]; j++) {
-      const int64_t offset = stretches[3 * j], tokens = stretches[3 * j + 1];
+      const int64_t *pool = pools + 4 * stretches[4 * j], offset = stretches[4 * j + 1], tokens = stretches[4 * j + 2];
+      const scalar* k = (const scalar*)pool[0] + h * pool[2] + offset * K_DIM;
+      const scalar* v = (const scalar*)pool[1] + h * pool[3] + offset * V_DIM;
       for (int64_t t = 0; t < tokens; t += CHUNK) {
         const int n = (int)(tokens - t < CHUNK ? tokens - t : CHUNK);
-        const int64_t behind = row_tokens[r] - stretches[3 * j + 2] - t - n;
-        fold_chunk(mine, (int)queries, k + h * k_stride + (offset + t) * K_DIM, v + h * v_stride + (offset + t) * V_DIM,
-                   n, (int)fresh, behind, s, top, total, acc);
+        const int64_t behind = row_tokens[r] - stretches[4 * j + 3] - t - n;
+        fold_chunk(mine, (int)queries, k + t * K_DIM, v + t * V_DIM, n, (int)fresh, behind, s, top, total, acc);
       }
     }
     // The release of each item's results and the acquisition by whoever comes last.
