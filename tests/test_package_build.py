@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, source)
-    for folder in ("tieredkv", "tests", "docs", "integrations"):
+    for folder in ("tieredkv", "tests", "docs", "integrations", "benchmarks"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)],
@@ -60,8 +61,32 @@ def test_the_wheel_says_what_it_needs(built: Path) -> None:
     assert "Requires-Dist: transformers<6,>=5.17\n" in metadata
 
 
+def test_the_wheel_installs_and_is_imported_from_where_it_was_installed(built: Path, tmp_path: Path) -> None:
+    """Beside the environment's own torch and transformers, which are too large to install for a test."""
+    wheel = only(built, "*.whl")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(tmp_path / "in"),
+    ]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True, timeout=120)
+    code = "import tieredkv, tieredkv.cli; print(tieredkv.__file__, tieredkv.__version__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "in")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [str(tmp_path / "in" / "tieredkv" / "__init__.py"), "0.1.0"]
+
+
 def test_the_source_archive_can_be_tested(built: Path) -> None:
     with tarfile.open(only(built, "tieredkv-0.1.0.tar.gz")) as archive:
         names = set(archive.getnames())
     wanted = ("LICENSE", "README.md", "Makefile", "constraints.txt", "tieredkv/py.typed", "tests/conftest.py")
+    wanted += ("mkdocs.yml", "mkdocs_hooks.py", "benchmarks/harness.py", "docs/figures/life-of-a-block.svg")
     assert {f"tieredkv-0.1.0/{name}" for name in wanted} <= names

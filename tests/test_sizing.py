@@ -98,7 +98,8 @@ def test_codec_scales_are_added() -> None:
     raw, fp8, int8, int4 = (encoded_block_bytes(LAYER, codec, 64, "fp16") for codec in ("raw", "fp8", "int8", "int4"))
     assert raw.scales_bytes == 0
     assert fp8.scales_bytes == int8.scales_bytes == 8 * (128 + 64) * 2  # one for each K channel and each V token
-    assert int4.scales_bytes == 8 * 64 * (128 + 64) // 32 * 2 * 2  # scale and centre for each 32 elements
+    # A scale and a centre for each 16 elements, a unit for each K channel, and four units for each head.
+    assert int4.scales_bytes == 8 * 64 * (128 + 64) // 16 * 2 + 8 * (128 + 4) * 2
     assert int4.total_bytes == int4.values_bytes + int4.scales_bytes
 
 
@@ -113,8 +114,9 @@ def test_codecs_per_token_with_scales() -> None:
     config, raw = llama2_7b(), 512 * KIB
     assert kv_bytes_per_token(config, 2, "int8", 128) == raw // 2 + 32 * 32 * 2 * (128 + 128) // 128
     assert kv_bytes_per_token(config, 2, "fp8", 128) == kv_bytes_per_token(config, 2, "int8", 128)
-    assert kv_bytes_per_token(config, 2, "int4", 128) == raw // 4 + raw // 16
-    assert kv_bytes(config, 4096, 2, 2, "int4", 128) == 2 * 4096 * (raw // 4 + raw // 16)
+    int4 = raw // 4 + raw // 16 + 32 * 32 * 2 * (128 + 4) // 128
+    assert kv_bytes_per_token(config, 2, "int4", 128) == int4
+    assert kv_bytes(config, 4096, 2, 2, "int4", 128) == 2 * 4096 * int4
 
 
 def test_unknown_codec_and_dtype_are_refused() -> None:
@@ -179,7 +181,8 @@ def test_a_codec_sizes_warm_and_cold() -> None:
     raw = plan(llama2_7b(), 32768, 8, 24 * GIB)
     int4 = plan(llama2_7b(), 32768, 8, 24 * GIB, codec="int4")
     assert [tier.codec for tier in int4.spread.tiers] == ["raw", "int4", "int4"]
-    assert int4.spread.tiers[1].block_bytes * 32 == raw.spread.tiers[1].block_bytes * 10  # 1/4, and 1/16 of scales
+    # 1/4, 1/16 of scales, and the units of the scales.
+    assert 10 / 32 < int4.spread.tiers[1].block_bytes / raw.spread.tiers[1].block_bytes < 10.2 / 32
     assert int4.spread.total_bytes == raw.spread.total_bytes
     assert (raw.spread.verdict, int4.spread.verdict) == ("cold", "warm")
     assert 'codec="int4"' in int4.suggestion and "codec" not in raw.suggestion

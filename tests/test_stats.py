@@ -11,6 +11,7 @@ import pytest
 from support import feed, generate, small, tiny, tokens
 
 import tieredkv
+from tieredkv.block import Block
 from tieredkv.device import SimulatedAccelerator
 from tieredkv.stats import Counters, MoveStats
 
@@ -19,7 +20,8 @@ BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 4  # tokens, layers, K and V, heads, dim, 
 
 
 def moved(counters: Counters, source: str, target: str, ids: list[int], total_bytes: int, seconds: float) -> None:
-    counters.moved(source, target, ids, total_bytes=total_bytes, seconds=seconds, reason="window")
+    blocks = [Block(number) for number in ids]
+    counters.moved(source, target, blocks, total_bytes=total_bytes, seconds=seconds, reason="window")
 
 
 def test_moves_are_counted_per_direction() -> None:

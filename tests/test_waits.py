@@ -7,6 +7,7 @@ each `after` is taken out in turn.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import tieredkv
 from tieredkv.device import Event, SimulatedAccelerator
 from tieredkv.device.simulated import ClockedEvent, SimulatedStream
 from tieredkv.errors import RaceError
-from tieredkv.hf import seam
+from tieredkv.hf import forwarding, seam
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.store import moves, planner
 from tieredkv.store.blocks import BlockStore
@@ -52,6 +53,7 @@ def scenario(device: SimulatedAccelerator, folder: Path) -> None:
     ) as cache:
         forward(cache, 20)
         forward(cache, 150)  # most of it is written through
+        cache.gather_layer(0)  # and read back while the forward is open
         for _ in range(40):  # streams at each step, seals and demotes, uses slots again
             forward(cache, 1)
         cache.crop(-30)  # into a block that lies below
@@ -101,7 +103,7 @@ def without_after(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     monkeypatch.setattr(SimulatedStream, "submit", hasty)
 
 
-def without_wait(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+def without_wait(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
     """Inside this method, waiting for an event teaches the host nothing."""
     original = getattr(owner, method)
 
@@ -114,7 +116,6 @@ def without_wait(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> N
 
 @contextlib.contextmanager
 def deaf() -> Iterator[None]:
-
     wait, done = ClockedEvent.wait, ClockedEvent.done
     ClockedEvent.wait = Event.wait
     ClockedEvent.done = Event.done
@@ -124,34 +125,59 @@ def deaf() -> Iterator[None]:
         ClockedEvent.wait, ClockedEvent.done = wait, done
 
 
-@pytest.mark.parametrize("operation", ["demote hot", "write through", "load layer", "promote"])
+AFTER = {
+    ("transfer", "demote"): "demote hot",
+    ("transfer", "write_through"): "write through",
+    ("prefetcher", "_submit"): "load layer",
+    ("blocks", "load_hot"): "promote",
+}
+"""What is submitted after something, by module and function: the name of the operation."""
+
+WAITS: dict[tuple[str, str], tuple[Any, str]] = {
+    ("prefetcher", "_wait"): (Prefetcher, "_wait"),
+    ("prefetcher", "flush"): (Prefetcher, "flush"),
+    ("moves", "_apply"): (moves.MoveQueue, "_apply"),
+    ("blocks", "load_hot"): (BlockStore, "load_hot"),
+    ("blocks", "release"): (BlockStore, "release"),
+    ("gather", "read_layer"): (forwarding, "read_layer"),
+    ("planner", "commit"): (planner, "commit"),
+}
+"""Where the host waits, by module and function: what is replaced to take the wait out."""
+
+OTHERWISE = {
+    ("transfer", "_hold"): "bounds memory: tests/test_transfer.py",
+    ("blocks", "close"): "the device is closed next, which ends what runs and cancels the rest",
+}
+"""Waits that order no two accesses."""
+
+MODULES = ("transfer", "prefetcher", "store/blocks", "store/gather", "store/moves", "store/planner")
+
+
+def functions_with(found: Callable[[ast.Call], bool]) -> set[tuple[str, str]]:
+    """(module, innermost function) of the calls for which `found` holds."""
+    package, places = Path(tieredkv.__file__).parent, set()
+    for module in MODULES:
+        tree = ast.parse((package / f"{module}.py").read_text())
+        for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+            calls = (n for n in ast.walk(function) if isinstance(n, ast.Call))
+            if any(found(call) for call in calls):
+                places.add((Path(module).name, function.name))
+    return places
+
+
+def test_every_wait_has_its_case() -> None:
+    waits = functions_with(lambda c: isinstance(c.func, ast.Attribute) and c.func.attr in ("wait", "join"))
+    assert waits == {*WAITS, *OTHERWISE}
+    assert functions_with(lambda c: any(k.arg == "after" for k in c.keywords)) == set(AFTER)
+
+
+@pytest.mark.parametrize("operation", AFTER.values())
 def test_what_a_copy_comes_after(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, operation: str) -> None:
     without_after(monkeypatch, operation)
     assert run(cold_dir)
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        (Prefetcher, "_wait"),
-        (Prefetcher, "flush"),
-        (moves.MoveQueue, "_apply"),
-        (BlockStore, "load_hot"),
-        (BlockStore, "release"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_what_the_host_waits_for(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, owner: type, method: str) -> None:
-    without_wait(monkeypatch, owner, method)
-    assert run(cold_dir)
-
-
-def test_the_commit_waits_for_what_was_written_through(monkeypatch: pytest.MonkeyPatch, cold_dir: Path) -> None:
-    original = planner.commit
-
-    def hasty(*args: Any) -> None:
-        with deaf():
-            original(*args)
-
-    monkeypatch.setattr(planner, "commit", hasty)
+@pytest.mark.parametrize("place", WAITS, ids="_".join)
+def test_what_the_host_waits_for(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, place: tuple[str, str]) -> None:
+    without_wait(monkeypatch, *WAITS[place])
     assert run(cold_dir)

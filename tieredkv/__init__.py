@@ -9,6 +9,7 @@ Importing it registers the attention implementation "tieredkv" with transformers
 
 from __future__ import annotations
 
+from tieredkv.advice import Finding
 from tieredkv.block_table import TableEntry
 from tieredkv.cache import TieredCache
 from tieredkv.config import CacheSettings, ColdSettings, Size
@@ -22,10 +23,14 @@ from tieredkv.errors import (
     MismatchError,
     PositionError,
     RaceError,
+    SessionError,
+    StepError,
     TieredKVError,
     TrainingModeError,
     UnsupportedModelError,
 )
+from tieredkv.kv_store import KVStore, KVStoreStats
+from tieredkv.serving import Engine, EngineSettings, EngineStats, Finish, RequestHandle
 from tieredkv.stats import CacheStats, MoveRecord, MoveStats, PhaseStats, TierStats
 
 __version__ = "0.1.0"
@@ -39,14 +44,24 @@ __all__ = [
     "ColdSettings",
     "ColdTierError",
     "ConfigError",
+    "Engine",
+    "EngineSettings",
+    "EngineStats",
+    "Finding",
+    "Finish",
     "HandleError",
+    "KVStore",
+    "KVStoreStats",
     "MismatchError",
     "MoveRecord",
     "MoveStats",
     "PhaseStats",
     "PositionError",
     "RaceError",
+    "RequestHandle",
+    "SessionError",
     "Size",
+    "StepError",
     "TableEntry",
     "TierStats",
     "TieredCache",

@@ -85,6 +85,7 @@ class Block:
         cold: slot in the cold tier, or None.
         checksums: per layer, the 64-bit checksum over the bytes as stored below hot, or None while there is none.
         last_access: the forward (a counter) that last attended or wrote it.
+        gone: dropped for good, and in no tier: it stands in a table for tokens that are seen no more.
     """
 
     id: int
@@ -96,6 +97,7 @@ class Block:
     cold: int | None = None
     checksums: list[int | None] = dataclasses.field(default_factory=list)
     last_access: int = 0
+    gone: bool = False
 
     @property
     def location(self) -> str:

@@ -24,7 +24,7 @@ class TableEntry:
         block_id: id of the block within its store.
         layer_id: index of the layer in the model.
         token_range: first token and one past the last, counted from the row's first stored token.
-        location: the fastest tier that holds the block: "hot", "warm" or "cold".
+        location: the fastest tier that holds the block: "hot", "warm" or "cold"; "nowhere" once it was dropped.
         offset: bytes from the start of that tier's memory for this layer (K plane, first head) to the block.
         last_access: number of the forward that last attended or wrote the block.
         ref_count: how many rows, of all caches, point to the block.
@@ -51,6 +51,7 @@ class BlockTable:
     def __init__(self, block_size: int, release: Callable[[Block], None]) -> None:
         self.block_size = block_size
         self.rows: list[list[Block]] = []
+        self.dropped = 0  # every row's blocks before this one are sinks or gone
         self._release = release
 
     def __iter__(self) -> Iterator[list[Block]]:
@@ -81,6 +82,7 @@ class BlockTable:
     def truncate(self, tokens: int) -> None:
         """Keep the blocks that hold the first `tokens` tokens of each row; fills are the owner's business."""
         keep = -(-tokens // self.block_size)
+        self.dropped = min(self.dropped, keep)
         for row in self.rows:
             for block in row[keep:]:
                 self._drop(block)
@@ -99,7 +101,7 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second table over the same blocks."""
         twin = BlockTable(self.block_size, self._release)
-        twin.rows = [list(row) for row in self.rows]
+        twin.rows, twin.dropped = [list(row) for row in self.rows], self.dropped
         for row in twin.rows:
             for block in row:
                 block.refs += 1
@@ -107,7 +109,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Let go of every block and every row."""
-        rows, self.rows = self.rows, []
+        rows, self.rows, self.dropped = self.rows, [], 0
         for row in rows:
             for block in row:
                 self._drop(block)

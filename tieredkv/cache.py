@@ -3,7 +3,7 @@
 Each method ends the forward before it, if that is still open: there is no hook after the last layer, so a forward ends
 at the next one or at the next public call. A forward that did not reach every tiered layer is taken back.
 
-Imports: everything to its left; transformers' DynamicCache.
+Imports: everything to its left.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tieredkv import report
+from tieredkv import advice, events, report
 from tieredkv.block_table import TableEntry
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, ColdSettings, Size, Verify
 from tieredkv.device import Device
 from tieredkv.errors import ConfigError
 from tieredkv.hf.attachment import Attachment
-from tieredkv.hf.forwarding import Forwarding
-from tieredkv.hf.others import OtherLayers
+from tieredkv.hf.resumable import Resumable
 from tieredkv.stats import CacheStats, Mode, MoveRecord
-from tieredkv.store import planner, requests
+from tieredkv.store import links, planner, requests
 
 
-class TieredCache(Forwarding):
+class TieredCache(Resumable):
     """A transformers cache whose blocks live in device memory, host memory and on disk.
 
     Args:
@@ -83,6 +82,7 @@ class TieredCache(Forwarding):
         chosen_settings = dataclasses.replace(settings or CacheSettings(), **chosen)
         get_codec(chosen_settings.codec)
         super().__init__(Attachment.to(model), chosen_settings, device)
+        self.leaving: Callable[[TieredCache], object] | None = None
 
     # ---- whole-cache operations
 
@@ -91,6 +91,8 @@ class TieredCache(Forwarding):
 
         Raises:
             ConfigError: a positive number, which transformers once took for a length.
+            RuntimeError: a window has moved on unrecorded; nothing is removed. Call `activate_past_recording` in time.
+            MismatchError: a recurrent state cannot go back; nothing is removed.
         """
         if tokens_to_remove > 0:
             raise ConfigError(
@@ -100,10 +102,12 @@ class TieredCache(Forwarding):
                 change=f"crop({tokens_to_remove} - cache.get_seq_length()) keeps {tokens_to_remove} tokens",
             )
         self._finish()
+        self._others.crop(tokens_to_remove)
         if self._place.store is not None and self._place.holder is not None and tokens_to_remove:
             planner.crop(self._place.store, self._place.holder, self._place.holder.tokens + tokens_to_remove)
         self._positions.cropped(-tokens_to_remove)
-        self._others.crop(tokens_to_remove)
+        if self.watch is not None:
+            self.watch.crop(self.get_seq_length())
 
     def reset(self) -> None:
         """Drop every token; memory goes back to the store, settings and the chosen way stay."""
@@ -134,6 +138,8 @@ class TieredCache(Forwarding):
         with self._place.store.lock:
             self._place.holder.table.select(indices)
         self._positions.select(indices)
+        if self.watch is not None:
+            self.watch.select(indices)
 
     def reserve(self, tokens: int) -> None:
         """Check that so many tokens of each row fit; nothing is allocated.
@@ -210,13 +216,56 @@ class TieredCache(Forwarding):
         store = self._place.store
         return [] if store is None else list(store.counters.log or ())
 
+    def write_events(self, path: str | os.PathLike[str]) -> None:
+        """Write every move so far as JSON lines, each a `MoveRecord`.
+
+        Raises:
+            ConfigError: moves are not logged.
+            OSError: the file cannot be written.
+        """
+        events.write_events(self._logged(), path)
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write every move so far as a Chrome trace, one track for each direction (ui.perfetto.dev shows it).
+
+        Raises:
+            ConfigError: moves are not logged.
+            OSError: the file cannot be written.
+        """
+        events.write_trace(self._logged(), path)
+
+    def _logged(self) -> list[MoveRecord]:
+        self._check_open()
+        if not self._settings.log_moves:
+            raise ConfigError(
+                "Moves are not logged.",
+                wanted="log_moves=True when the cache is made",
+                got="log_moves=False",
+                change="TieredCache(model, settings=CacheSettings(log_moves=True))",
+            )
+        return self.move_log()
+
+    def measure_links(self) -> dict[str, float]:
+        """Measure what device memory and its link give, in bytes per second, for `stats()` and `explain()`.
+
+        Takes about a quarter of a second; empty before the first forward. See docs/guides/reading-stats.md.
+        """
+        self._finish()
+        return {} if self._place.store is None else links.measure_links(self._place.store)
+
+    def explain(self) -> list[advice.Finding]:
+        """What limits this run, in plain words, each with the number that shows it and the setting to change."""
+        return advice.explain(self.stats())
+
     def block_table(self) -> list[TableEntry]:
         """One entry for each block of each row in each layer."""
         return report.block_table(self.parts())
 
     def __repr__(self) -> str:
         rows = 0 if self._place.holder is None else len(self._place.holder.table)
-        return f"TieredCache(layers={len(self.layers)}, rows={rows}, tokens={self.get_seq_length()}, mode={self.mode})"
+        lossy = "" if self._settings.beyond == "demote" else ', lossy: beyond="drop"'
+        tokens = self.get_seq_length()
+        return f"TieredCache(layers={len(self.layers)}, rows={rows}, tokens={tokens}, mode={self.mode}{lossy})"
 
     @property
     def is_compileable(self) -> bool:
@@ -239,7 +288,11 @@ class TieredCache(Forwarding):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if kind is None and self.leaving is not None and not self._closed:
+                self.leaving(self)
+        finally:
+            self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """A cache of its own over the same store: sealed blocks are shared, a tail is copied when it is written."""
@@ -248,22 +301,17 @@ class TieredCache(Forwarding):
         memo[id(self)] = twin
         twin._ways, twin._place.priority = self._ways.copy(), self._place.priority
         twin._positions = copy.deepcopy(self._positions)
+        twin.watch, twin.leaving = None if self.watch is None else self.watch.fork(), self.leaving
         twin._replace_others({i: copy.deepcopy(layer, memo) for i, layer in self._others.layers.items()})
         self._place.fork(twin._place)
         return twin
 
-    def _replace_others(self, layers: dict[int, Any]) -> None:
-        self._others = OtherLayers(layers)
-        for layer_idx, layer in layers.items():
-            self.layers[layer_idx] = layer
-
     def __reduce__(self) -> tuple[Any, ...]:
         """By value: settings, the config, all K and V, and the layers that are not tiered."""
         self._finish()
-        tensors = {t: self.gather_layer(i) for i, t in self._index.items()}
         state = {
             "others": self._others.layers,
-            "tensors": tensors,
+            "pairs": [(i, *pair) for i in self._tiered if (pair := self.gather_layer(i)) is not None],
             "positions": self._positions,
             "priority": self._place.priority,
         }
@@ -272,10 +320,7 @@ class TieredCache(Forwarding):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._replace_others(state["others"])
         self._place.priority = state["priority"]
-        for t, pair in state["tensors"].items():
-            if pair is not None:
-                self.update(*pair, self._tiered[t])
-        self._finish()
+        self._fill(state["pairs"])
         self._positions = state["positions"]
 
 

@@ -17,6 +17,9 @@ from tieredkv.errors import ConfigError
 
 Verify = Literal["always", "first", "off"]
 Kernel = Literal["auto", "native", "flex", "flash", "plain"]
+Placement = Literal["both", "window", "watermark"]
+Beyond = Literal["demote", "drop"]
+"""What happens to a block that leaves the window: it may move down a tier, or (lossy) it is freed."""
 
 BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
@@ -140,6 +143,16 @@ class CacheSettings:
         staging_buffers: staging buffers, at least 2 (one being attended, one on its way).
         max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
         log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).
+        placement: what makes blocks leave hot: "both" (those outside the window, when hot fills up to the watermark),
+            "window" (as soon as they are outside it) or "watermark" (oldest first, with no window).
+        sinks: first tokens of each row that stay hot as the window does, in whole blocks; padding counts.
+        beyond: "demote", or "drop", which is lossy: blocks that leave the window are freed, and attention sees the
+            blocks of sinks and window only, at their true positions. Needs `window`, and attention over blocks.
+        hot_quota: hot bytes for the blocks that one cache alone holds, where several share a store; None for all.
+        moves_per_forward: blocks of a cache that are copied ahead of need for each of its forwards, saved up for at
+            most four; None for no limit. Copies that a forward needs are never held back.
+        queue_blocks: blocks that may wait for that, and blocks that may be on their way down at a time, before the
+            forward waits for the oldest.
 
     Raises:
         ConfigError: a value that can never be served.
@@ -160,11 +173,18 @@ class CacheSettings:
     staging_buffers: int = 2
     max_tokens: int | None = None
     log_moves: bool = False
+    placement: Placement = "both"
+    sinks: int = 0
+    beyond: Beyond = "demote"
+    hot_quota: Size | int | str | None = None
+    moves_per_forward: int | None = None
+    queue_blocks: int = 1024
 
     def __post_init__(self) -> None:
-        for size in (self.hot, self.warm):
+        for size in (self.hot, self.warm, self.hot_quota):
             if size is not None:
                 Size.parse(size)
+        self._check_placement()
         if isinstance(self.block_size, bool) or self.block_size < BLOCK_MULTIPLE or self.block_size % BLOCK_MULTIPLE:
             raise ConfigError(
                 "A block size that cannot be served.",
@@ -200,11 +220,46 @@ class CacheSettings:
                 change="leave both at their defaults",
             )
 
+    def _check_placement(self) -> None:
+        if self.placement not in ("both", "window", "watermark"):
+            raise ConfigError(
+                "Unknown placement.",
+                wanted='"both", "window" or "watermark"',
+                got=repr(self.placement),
+                change='placement="both"',
+            )
+        if self.placement == "watermark" and self.window is not None:
+            raise ConfigError(
+                "A window that nothing heeds.",
+                wanted='no window= with placement="watermark"',
+                got=f"window={self.window}",
+                change='leave window= out, or placement="both"',
+            )
+        if self.beyond not in ("demote", "drop") or (self.beyond == "drop" and self.window is None):
+            raise ConfigError(
+                "What lies beyond the window can be demoted, or dropped where a window was given.",
+                wanted='"demote", or "drop" with window=',
+                got=f"beyond={self.beyond!r}, window={self.window}",
+                change='beyond="demote", or give window= and sinks=',
+            )
+        if self.sinks < 0 or self.queue_blocks < 1 or (self.moves_per_forward or 0) < 0:
+            raise ConfigError(
+                "A number that cannot be.",
+                wanted="sinks >= 0, queue_blocks >= 1 and moves_per_forward >= 0 or None",
+                got=f"sinks={self.sinks}, queue_blocks={self.queue_blocks}, moves_per_forward={self.moves_per_forward}",
+                change="leave them at their defaults",
+            )
+
+    @property
+    def sink_blocks(self) -> int:
+        """First blocks of each row that hold its sinks."""
+        return -(-self.sinks // self.block_size)
+
     @property
     def depends_on_rows(self) -> bool:
         """Whether a size is given in tokens for each row."""
         cap = None if self.cold_settings is None else self.cold_settings.cap_size
-        sizes = [Size.parse(size) for size in (self.hot, self.warm, cap) if size is not None]
+        sizes = [Size.parse(size) for size in (self.hot, self.warm, self.hot_quota, cap) if size is not None]
         return any(size.tokens_per_row is not None for size in sizes)
 
     @property

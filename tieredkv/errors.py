@@ -10,6 +10,8 @@ TieredKVError
 ├── HandleError            a layer handle was returned and never attended
 ├── ClosedError            the cache was closed, or used after a fork
 ├── ChecksumError          stored bytes are not the bytes that were written
+├── SessionError           a saved session cannot be written, read, or is damaged (also an OSError)
+├── StepError              one cache of a step of several could not take its tokens
 ├── ColdTierError          the cold directory cannot be used (also an OSError)
 └── RaceError              two accesses to one slot without an order between them
 
@@ -106,8 +108,25 @@ class ChecksumError(TieredKVError):
         )
 
 
+class StepError(TieredKVError):
+    """One cache of a step of several could not take its tokens; no cache was changed.
+
+    Args:
+        member: which.
+        cause: why.
+    """
+
+    def __init__(self, member: int, cause: TieredKVError) -> None:
+        super().__init__(cause.what, wanted=cause.wanted, got=cause.got, change=cause.change)
+        self.member, self.cause = member, cause
+
+
 class ColdTierError(TieredKVError, OSError):
     """The cold directory cannot be created, locked, written or read."""
+
+
+class SessionError(TieredKVError, OSError):
+    """A saved session cannot be written or read, or its bytes are not those that were written."""
 
 
 class RaceError(TieredKVError):

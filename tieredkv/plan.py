@@ -84,6 +84,39 @@ class ThroughWrite:
     slots: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """Which tokens attention sees where what leaves the window is dropped. Positions and settings alone decide.
+
+    A query at position p sees the tokens up to p that lie in the row's first `sink_blocks` blocks, or in a block that
+    holds one of the `window` tokens up to p. Positions count from the row's first stored token, padding included.
+    """
+
+    sink_blocks: int
+    window: int
+    block_size: int
+
+    def first_block(self, position: int) -> int:
+        """The first block behind the sinks that the query at a position sees."""
+        return max((position + 1 - self.window) // self.block_size, 0)
+
+    def hidden(self, position: int) -> range:
+        """The blocks that the query at a position, and every later one, does not see."""
+        return range(self.sink_blocks, max(self.first_block(position), self.sink_blocks))
+
+    def droppable(self, tokens: int) -> range:
+        """The blocks that are not kept for the query that follows `tokens` tokens.
+
+        One block less than is hidden, so that a crop by up to a block finds what its next query sees.
+        """
+        return range(self.sink_blocks, max(self.first_block(tokens) - 1, self.sink_blocks))
+
+    def seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Bool [queries, keys] for int64 positions; what is causal is another's business."""
+        first = (queries + 1 - self.window).div(self.block_size, rounding_mode="floor") * self.block_size
+        return (keys < self.sink_blocks * self.block_size) | (keys >= first[:, None])
+
+
 @dataclasses.dataclass
 class ForwardPlan:
     """One forward. Everything but `updated` is fixed when it is made (see `steady` for the exception).
@@ -101,6 +134,10 @@ class ForwardPlan:
         write_index: for one new token in each of several rows: token index in the hot pool, int64 [rows].
         row_slots: for one new token in each row: per row the hot slots of all its tokens, the new one included,
             when all of them are hot; else None.
+        visibility: where some past or new tokens are hidden from some of several new ones; else None.
+        row_tokens: tokens of each row after the forward, where rows differ; then `past` is that of the longest.
+        ring: chunks of all plans that one forward reads in turn, where there are several; None: `chunks`.
+        ring_first: where this plan's chunks begin in `ring`.
         version: the store's version when the reads were worked out.
         updated: tiered layers that have been written.
     """
@@ -116,6 +153,10 @@ class ForwardPlan:
     through_writes: tuple[ThroughWrite, ...] = ()
     write_index: torch.Tensor | None = None
     row_slots: tuple[tuple[int, ...], ...] | None = None
+    row_tokens: tuple[int, ...] | None = None
+    ring: tuple[Chunk, ...] | None = None
+    ring_first: int = 0
+    visibility: Visibility | None = None
     version: int = 0
     updated: set[int] = dataclasses.field(default_factory=set)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +24,16 @@ import torch
 
 from tieredkv.block import Block, LayerGeometry, Planes
 from tieredkv.device import Device, Event
-from tieredkv.errors import TieredKVError
 from tieredkv.plan import Chunk
 from tieredkv.stats import Counters
 from tieredkv.transfer import Mover, read_regions
 
+logger = logging.getLogger("tieredkv")
+
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+SLOW_SECONDS = 1.0
+"""A forward that waits longer than this for one chunk says so, once."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,31 +68,33 @@ class Staging:
         self._layers, self._mover, self._block_size = layers, mover, block_size
         self.blocks, self._lossless = blocks, lossless
         self.nbytes = staging_bytes(layers, mover.row_bytes, blocks, block_size, lossless)
-        self._bytes = empty((self.nbytes,), torch.uint8)
+        self.memory = empty((self.nbytes,), torch.uint8)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Planes | None]] = {}
 
     def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Planes | None]:
         """(k, v, scratch) of a layer: [kv_heads, blocks, block_size, dim] twice, and encoded planes or None."""
         if layer not in self._views:
-            geometry, offset = self._layers[layer], 0
-
-            def carve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                nonlocal offset
-                size = dtype.itemsize
-                for dim in shape:
-                    size *= dim
-                part = self._bytes[offset : offset + size].view(dtype).view(shape)
-                offset += size
-                return part
-
-            heads, room = geometry.kv_heads, self.blocks
-            k = carve((heads, room, self._block_size, geometry.k_dim), geometry.dtype)
-            v = carve((heads, room, self._block_size, geometry.v_dim), geometry.dtype)
-            scratch = None
-            if not self._lossless:
-                scratch = tuple(carve((heads, room, *p.inner), p.dtype) for p in self._mover.planes[layer])
-            self._views[layer] = (k, v, scratch)
+            # Seen as another dtype in inference mode, memory could not be written outside of it, as a stream does.
+            with torch.inference_mode(False):
+                self._views[layer] = self._carved(layer)
         return self._views[layer]
+
+    def _carved(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, Planes | None]:
+        geometry, offset = self._layers[layer], 0
+
+        def carve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal offset
+            size = math.prod(shape) * dtype.itemsize
+            part = self.memory[offset : offset + size].view(dtype).view(shape)
+            offset += size
+            return part
+
+        heads, room = geometry.kv_heads, self.blocks
+        k = carve((heads, room, self._block_size, geometry.k_dim), geometry.dtype)
+        v = carve((heads, room, self._block_size, geometry.v_dim), geometry.dtype)
+        if self._lossless:
+            return k, v, None
+        return k, v, tuple(carve((heads, room, *p.inner), p.dtype) for p in self._mover.planes[layer])
 
 
 def staging_bytes(
@@ -116,6 +124,7 @@ class Prefetcher:
         self._chunks: Sequence[Chunk] = ()
         self._next = 0
         self._lock = device.lock()
+        self._told = False
         self.chunk_blocks = buffers[0].blocks if buffers else 0
 
     def start(self, layers: Sequence[int], chunks: Sequence[Chunk]) -> None:
@@ -169,12 +178,33 @@ class Prefetcher:
         started = None if load.event.done() else time.perf_counter()
         try:
             load.event.wait()
-        except (TieredKVError, OSError):
+        except Exception:
             self.flush()
             raise
         finally:
             if started is not None:
-                self._counters.stalled(time.perf_counter() - started)
+                self._waited(time.perf_counter() - started)
+
+    def _waited(self, seconds: float) -> None:
+        self._counters.stalled(seconds)
+        if seconds > SLOW_SECONDS and not self._told:
+            self._told = True
+            logger.warning(
+                "tieredkv: a forward waited %.1f s for blocks from below hot; the disk or memory there is slow", seconds
+            )
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[torch.Tensor]:
+        """A staging buffer's bytes, uint8, for work of the compute stream inside the `with`.
+
+        What was loaded ahead is dropped. Not while a chunk is open, and only where there are buffers.
+        """
+        with self._lock:
+            self.flush()
+            try:
+                yield self._buffers[0].memory
+            finally:
+                self._read[0] = self._device.record()
 
     def holds(self, block: Block) -> bool:
         """Whether a load of this block is under way or waiting to be attended."""
@@ -186,7 +216,7 @@ class Prefetcher:
         with self._lock:
             while self._loads:
                 load = self._loads.popleft()
-                with contextlib.suppress(TieredKVError, OSError):
+                with contextlib.suppress(Exception):
                     load.event.wait()
                 self._free.append(load.buffer)
 

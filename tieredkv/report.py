@@ -1,12 +1,13 @@
 """Snapshots of a cache for people: statistics and the printed block table.
 
-Imports: config, block_table, stats, store.
+Imports: config, block_table, stats, store, attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from tieredkv.attention.kernels import GRAPH_CAP
 from tieredkv.block_table import TableEntry
 from tieredkv.config import CacheSettings
 from tieredkv.stats import CacheStats, Mode, PhaseStats, TierStats
@@ -45,6 +46,7 @@ def stats(parts: Parts) -> CacheStats:
     prefill, decode = (PhaseStats(), PhaseStats()) if store is None else store.counters.phases()
     moves = {} if store is None else store.counters.moves()
     counters = None if store is None else store.counters
+    compared, distinct = _distinct(holder)
     return CacheStats(
         mode=parts.mode,
         fallback_reason=parts.fallback_reason,
@@ -53,7 +55,9 @@ def stats(parts: Parts) -> CacheStats:
         block_size=parts.settings.block_size,
         window_tokens=(parts.settings.window or 0) if store is None else store.budget.window_tokens,
         codec=parts.settings.codec,
-        **tiers,
+        hot=tiers["hot"],
+        warm=tiers["warm"],
+        cold=tiers["cold"],
         moves=moves,
         verified_blocks=counters.verified_blocks if counters else 0,
         checksum_failures=counters.checksum_failures if counters else 0,
@@ -68,7 +72,34 @@ def stats(parts: Parts) -> CacheStats:
         graphs=parts.graphs,
         pinned_bytes=0 if store is None else store.device.pinned_bytes,
         position_exempt=parts.position_exempt,
+        tiered_layers=len(parts.tiered),
+        block_bytes=0 if store is None else store.hot.slot_bytes,
+        unused_bytes=0 if store is None or holder is None else _unused_bytes(store, holder),
+        moved_bytes=counters.moved_bytes() if counters else {},
+        link_bytes_per_second=dict(counters.link_bytes_per_second) if counters else {},
+        pin_failures=() if store is None else store.device.pin_failures,
+        graph_cap=GRAPH_CAP,
+        duplicate_blocks=compared - distinct,
+        compared_blocks=compared,
+        waiting_moves=0 if store is None else len(store.waiting),
+        sinks=parts.settings.sinks,
+        beyond=parts.settings.beyond,
+        dropped_blocks=0 if holder is None else sum(block.gone for row in holder.table for block in row),
     )
+
+
+def _unused_bytes(store: BlockStore, holder: Holder) -> int:
+    """Hot bytes behind the last token of the rows' last blocks."""
+    last = {row[-1].id: row[-1] for row in holder.table if row and row[-1].hot is not None}
+    tokens = sum(store.block_size - block.tokens for block in last.values())
+    return tokens * store.hot.slot_bytes // store.block_size
+
+
+def _distinct(holder: Holder | None) -> tuple[int, int]:
+    """(blocks with a checksum in every layer, how many different ones): equal bytes have equal checksums."""
+    blocks = [] if holder is None else holder.table.blocks()
+    sums = [tuple(b.checksums) for b in blocks if b.checksums and None not in b.checksums]
+    return len(sums), len(set(sums))
 
 
 def _tier(store: BlockStore, role: str) -> TierStats:

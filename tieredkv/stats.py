@@ -1,6 +1,6 @@
 """What a cache has done: counters that the parts add to, and the frozen records that `cache.stats()` gives.
 
-Imports nothing of the package.
+Imports: config.
 """
 
 from __future__ import annotations
@@ -8,8 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from typing import Literal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
+from tieredkv.config import Beyond
+
+T = TypeVar("T")
 Mode = Literal["blocks", "gather"]
 
 
@@ -67,6 +72,9 @@ class PhaseStats:
         transfer_seconds: time workers spent bringing blocks up.
         written_bytes: bytes written below hot.
         streamed_bytes: bytes brought up through staging.
+        step_seconds: time from the begin of a forward to the begin of the next one, over `timed_forwards`.
+        timed_forwards: forwards whose time is known: all but the last, and the last before a new prompt.
+        attended_blocks: layer pieces of blocks that attention read.
     """
 
     forwards: int = 0
@@ -75,6 +83,38 @@ class PhaseStats:
     transfer_seconds: float = 0.0
     written_bytes: int = 0
     streamed_bytes: int = 0
+    step_seconds: float = 0.0
+    timed_forwards: int = 0
+    attended_blocks: int = 0
+
+    @property
+    def seconds_per_forward(self) -> float:
+        """Mean time of a forward, all of the model included; 0 while none is known."""
+        return self.step_seconds / self.timed_forwards if self.timed_forwards else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Share of a forward's time that it waited for blocks; 0 while no time is known."""
+        return self._share(self.stall_seconds)
+
+    @property
+    def transfer_share(self) -> float:
+        """Time that blocks were on their way up, as a share of the forwards' time; above 1 it cannot be hidden."""
+        return self._share(self.transfer_seconds)
+
+    @property
+    def written_bytes_per_token(self) -> float:
+        """Bytes written below hot for each new token."""
+        return self.written_bytes / self.tokens if self.tokens else 0.0
+
+    @property
+    def streamed_bytes_per_token(self) -> float:
+        """Bytes brought up through staging for each new token."""
+        return self.streamed_bytes / self.tokens if self.tokens else 0.0
+
+    def _share(self, seconds: float) -> float:
+        whole = self.seconds_per_forward * self.forwards
+        return seconds / whole if whole else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +143,20 @@ class CacheStats:
         graphs: compiled attention graphs.
         pinned_bytes: host memory that is pinned.
         position_exempt: forwards whose positions could not be checked.
+        tiered_layers: layers whose blocks move between tiers.
+        block_bytes: bytes of one block over all of them, unencoded.
+        unused_bytes: hot bytes behind the last token of blocks that are not full.
+        moved_bytes: bytes moved, by reason (see `MoveRecord`).
+        link_bytes_per_second: measured bandwidth, where it was measured (`cache.measure_links()`): by direction, and
+            "hot" for reading device memory.
+        pin_failures: for each piece of warm memory that is pageable where pinned was wanted: why.
+        graph_cap: the most graphs that are compiled; further shapes are served without one.
+        duplicate_blocks: stored blocks whose bytes, in every layer, are those of an earlier one of the same cache.
+        compared_blocks: stored blocks that could be compared for that.
+        waiting_moves: copies ahead of need that wait for the cache's share of moves.
+        sinks: first tokens of each row that stay hot.
+        beyond: what happens to blocks that leave the window: "demote", or "drop", which is lossy.
+        dropped_blocks: blocks of the table that were freed because of `beyond="drop"`.
     """
 
     mode: Mode
@@ -129,6 +183,24 @@ class CacheStats:
     graphs: int
     pinned_bytes: int
     position_exempt: int
+    tiered_layers: int = 0
+    block_bytes: int = 0
+    unused_bytes: int = 0
+    moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    link_bytes_per_second: dict[str, float] = dataclasses.field(default_factory=dict)
+    pin_failures: tuple[str, ...] = ()
+    graph_cap: int = 0
+    duplicate_blocks: int = 0
+    compared_blocks: int = 0
+    waiting_moves: int = 0
+    sinks: int = 0
+    beyond: Beyond = "demote"
+    dropped_blocks: int = 0
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every token is attended exactly: the codec is raw and nothing is dropped."""
+        return self.codec == "raw" and self.beyond == "demote"
 
     @property
     def overlap_efficiency(self) -> float:
@@ -136,12 +208,45 @@ class CacheStats:
         seconds = self.decode.transfer_seconds
         return 1.0 - min(self.decode.stall_seconds / seconds, 1.0) if seconds else 1.0
 
+    @property
+    def attended_bytes_per_second(self) -> float:
+        """Bytes of K and V that attention read in each second of decode, unencoded; 0 while no time is known."""
+        if not self.tiered_layers or not self.decode.forwards or not self.decode.step_seconds:
+            return 0.0
+        per_forward = self.decode.attended_blocks / self.decode.forwards * self.block_bytes / self.tiered_layers
+        return per_forward / self.decode.seconds_per_forward
+
+    def link_share(self, direction: str) -> float | None:
+        """A direction's rate as a share of its link's measured bandwidth, or None where that was not measured."""
+        link, move = self.link_bytes_per_second.get(direction), self.moves.get(direction)
+        return None if not link or move is None else move.bytes_per_second / link
+
     def to_json(self) -> str:
         """The snapshot as a JSON object."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> CacheStats:
+        """A snapshot from what `to_json` wrote; figures that a later version added, or took away, are left out.
 
-@dataclasses.dataclass(frozen=True)
+        Raises:
+            KeyError, TypeError: it is not such a record.
+        """
+        records: dict[str, Any] = {
+            **{name: _record(TierStats, saved[name]) for name in ("hot", "warm", "cold")},
+            **{name: _record(PhaseStats, saved[name]) for name in ("prefill", "decode")},
+            "moves": {name: _record(MoveStats, move) for name, move in saved["moves"].items()},
+            "pin_failures": tuple(saved.get("pin_failures", ())),
+        }
+        return _record(cls, {**saved, **records})
+
+
+def _record(kind: type[T], saved: Mapping[str, Any]) -> T:
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in saved.items() if name in known})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MoveRecord:
     """One move, kept when `log_moves` is on.
 
@@ -152,6 +257,7 @@ class MoveRecord:
         seconds: share of the copy's time.
         reason: "window", "watermark", "room", "prefill", "stream", "crop", "request".
         layer: the layer, for moves of one layer; None when all layers moved.
+        start_seconds: when the copy started, from the opening of the store.
     """
 
     block: int
@@ -161,6 +267,13 @@ class MoveRecord:
     seconds: float
     reason: str
     layer: int | None = None
+    start_seconds: float = 0.0
+
+
+class Numbered(Protocol):
+    """What a move is recorded by: a block of the store."""
+
+    id: int
 
 
 class Counters:
@@ -168,47 +281,79 @@ class Counters:
 
     def __init__(self, log_moves: bool) -> None:
         self._lock = threading.Lock()
-        self._moves: dict[str, MoveStats] = {}
-        self._phases = {"prefill": PhaseStats(), "decode": PhaseStats()}
+        self._opened = time.perf_counter()
+        self._began = self._opened
+        self._moves: dict[str, list[float]] = {}  # bytes, blocks, seconds
+        self._reasons: dict[str, int] = {}
+        self._phases: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
         self._phase = "prefill"
+        self._hits_before = 0
         self.hits = {"hot": 0, "warm": 0, "cold": 0}
         self.verified_blocks = 0
         self.checksum_failures = 0
         self.retries = 0
         self.tier_failures = 0
+        self.link_bytes_per_second: dict[str, float] = {}
         self.log: list[MoveRecord] | None = [] if log_moves else None
 
     def begin_forward(self, new_tokens: int, rows: int) -> None:
-        """Open a forward; what is counted until the next one belongs to its phase."""
+        """Open a forward, whose reads were planned; what is counted until the next one belongs to its phase."""
+        now, phase = time.perf_counter(), "prefill" if new_tokens > 1 else "decode"
+        hits = sum(self.hits.values())
         with self._lock:
-            self._phase = "prefill" if new_tokens > 1 else "decode"
-            self._grow(forwards=1, tokens=new_tokens * rows)
+            if self._phases[self._phase] and (self._phase, phase) != ("decode", "prefill"):
+                # Before a new prompt the time also holds what the caller did in between.
+                self._grow("step_seconds", now - self._began)
+                self._grow("timed_forwards", 1)
+            self._began, self._phase = now, phase
+            self._grow("forwards", 1)
+            self._grow("tokens", new_tokens * rows)
+            self._grow("attended_blocks", hits - self._hits_before)
+            self._hits_before = hits
 
     def moved(
         self,
         source: str,
         target: str,
-        block_ids: list[int],
+        blocks: Sequence[Numbered],
         *,
         total_bytes: int,
         seconds: float,
         reason: str,
         layer: int | None = None,
-        blocks: float | None = None,
+        count: float | None = None,
+        started: float | None = None,
     ) -> None:
-        """Count a copy of some blocks; `blocks` is their number when only some layers of them moved."""
+        """Count a copy of some blocks, when it is done.
+
+        Args:
+            source, target: tiers.
+            blocks: what moved; it took place side by side, and each is recorded with its share of the time.
+            total_bytes: of all of them.
+            seconds: of all of them.
+            reason: see `MoveRecord`.
+            layer: the layer, when only one moved.
+            count: the number of blocks when only some layers of them moved, a fraction.
+            started: `time.perf_counter()` at the start; by default the copy ends now.
+        """
         with self._lock:
-            name = f"{source}_to_{target}"
-            old = self._moves.get(name, MoveStats())
-            count = len(block_ids) if blocks is None else blocks
-            self._moves[name] = MoveStats(old.bytes + total_bytes, old.blocks + count, old.seconds + seconds)
+            flow = self._moves.setdefault(f"{source}_to_{target}", [0, 0, 0.0])
+            flow[0] += total_bytes
+            flow[1] += len(blocks) if count is None else count
+            flow[2] += seconds
+            self._reasons[reason] = self._reasons.get(reason, 0) + total_bytes
             if target == "hot":
-                self._grow(transfer_seconds=seconds, streamed_bytes=total_bytes)
+                self._grow("transfer_seconds", seconds)
+                self._grow("streamed_bytes", total_bytes)
             else:
-                self._grow(written_bytes=total_bytes)
-            if self.log is not None and block_ids:
-                each = (total_bytes // len(block_ids), seconds / len(block_ids))
-                self.log += [MoveRecord(i, source, target, *each, reason, layer) for i in block_ids]
+                self._grow("written_bytes", total_bytes)
+            if self.log is not None and blocks:
+                first = (time.perf_counter() - seconds if started is None else started) - self._opened
+                size, each = total_bytes // len(blocks), seconds / len(blocks)
+                self.log += [
+                    MoveRecord(block.id, source, target, size, each, reason, layer, first + index * each)
+                    for index, block in enumerate(blocks)
+                ]
 
     def verified(self, blocks: int) -> None:
         """Count comparisons of checksums that held."""
@@ -225,19 +370,24 @@ class Counters:
     def stalled(self, seconds: float) -> None:
         """Count time a forward waited."""
         with self._lock:
-            self._grow(stall_seconds=seconds)
+            self._grow("stall_seconds", seconds)
 
     def phases(self) -> tuple[PhaseStats, PhaseStats]:
         """(prefill, decode) so far."""
         with self._lock:
-            return self._phases["prefill"], self._phases["decode"]
+            prefill, decode = (_record(PhaseStats, self._phases[name]) for name in ("prefill", "decode"))
+            return prefill, decode
 
     def moves(self) -> dict[str, MoveStats]:
         """Traffic per direction so far."""
         with self._lock:
-            return dict(self._moves)
+            return {name: MoveStats(int(flow[0]), flow[1], flow[2]) for name, flow in self._moves.items()}
 
-    def _grow(self, **amounts: float) -> None:
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes moved so far, by reason."""
+        with self._lock:
+            return dict(self._reasons)
+
+    def _grow(self, name: str, amount: float) -> None:
         phase = self._phases[self._phase]
-        grown = {name: getattr(phase, name) + amount for name, amount in amounts.items()}
-        self._phases[self._phase] = dataclasses.replace(phase, **grown)
+        phase[name] = phase.get(name, 0) + amount

@@ -4,12 +4,16 @@ What runs where: demotions and the write-through of a long prefill run on the de
 device run inside whatever stream calls `fetch` (the prefetcher's `up`, or compute for a promotion that is needed now).
 A copy holds its source tensors until its event is done. Nothing here decides what moves; the store does.
 
+What goes wrong and is put right (bytes that differ once, a read that fails once) is counted, and told once for each
+tier; what cannot be put right is an error that names block, layer and tier.
+
 Imports: errors, stats, block, checksum, codecs, device, tiers, plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +29,8 @@ from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.plan import ThroughWrite
 from tieredkv.stats import Counters
 from tieredkv.tiers import HotTier, Tier
+
+logger = logging.getLogger("tieredkv")
 
 MAX_HELD_BYTES = 256 * 2**20
 """Most bytes of new K/V that copies on their way down may keep alive before the forward waits for the oldest."""
@@ -80,7 +86,8 @@ class Mover:
         self.checksummer = Checksummer()
         self.planes = [codec.planes(layer, block_size) for layer in layers]
         self.row_bytes = [sum(plane.block_bytes for plane in planes) for planes in self.planes]
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[tuple[str, int, int]] = set()  # (tier, block id, layer) that were read and right
+        self._told: set[str] = set()
         self._held: deque[tuple[Event, int]] = deque()
         self._held_bytes = 0
         self.peak_held_bytes = 0
@@ -88,7 +95,7 @@ class Mover:
     # ---- down
 
     def demote(self, blocks: Sequence[Block], source: str, target: str, slots: Sequence[int], reason: str) -> Move:
-        """Copy sealed blocks to a lower tier, all layers, in the background.
+        """Copy sealed blocks to a lower tier, all layers, in the background; not when all of them are freed meanwhile.
 
         The blocks' slots at `source` may be read meanwhile, and must not be written or freed before the event is done.
         """
@@ -99,14 +106,17 @@ class Mover:
         def work() -> None:
             started = time.perf_counter()
             for layer in range(len(self._layers)):
+                if not any(block.refs for block in blocks):
+                    return
                 planes = self._source_planes(layer, source, source_slots, blocks)
                 self._store(layer, blocks, target, slots, planes, born=not encoded)
             self._counters.moved(
                 source,
                 target,
-                [block.id for block in blocks],
+                blocks,
                 total_bytes=sum(self.row_bytes) * len(blocks),
                 seconds=time.perf_counter() - started,
+                started=started,
                 reason=reason,
             )
 
@@ -139,12 +149,13 @@ class Mover:
             self._counters.moved(
                 "hot",
                 write.tier,
-                [block.id for block in write.blocks],
+                write.blocks,
                 total_bytes=self.row_bytes[layer] * count,
                 seconds=time.perf_counter() - started,
+                started=started,
                 reason="prefill",
                 layer=layer,
-                blocks=count / len(self._layers),
+                count=count / len(self._layers),
             )
 
         event = self._device.down.submit(
@@ -157,6 +168,11 @@ class Mover:
         )
         self._hold(event, k.numel() * k.element_size() + v.numel() * v.element_size())
         return event
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of new K and V that copies on their way down keep alive now."""
+        return sum(held_bytes for event, held_bytes in tuple(self._held) if not event.done())
 
     def _hold(self, event: Event, held_bytes: int) -> None:
         """Bound what copies keep alive: wait for the oldest while the sum is above the limit."""
@@ -174,6 +190,9 @@ class Mover:
             if not isinstance(hot, HotTier):
                 raise TypeError(type(hot))
             k_pool, v_pool = hot.planes[layer]
+            if len(parts := hot.runs(slots)) == 1:  # neighbours are read where they are
+                _, start, count = parts[0]
+                return self._codec.encode(k_pool[:, start : start + count], v_pool[:, start : start + count])
             index = torch.tensor(slots, device=k_pool.device)
             return self._codec.encode(k_pool.index_select(1, index), v_pool.index_select(1, index))
         planes = tuple(plane.empty(len(slots)) for plane in self.planes[layer])
@@ -192,29 +211,37 @@ class Mover:
             for block, value in zip(blocks, self.checksummer.checksum(planes).tolist(), strict=True):
                 block.checksums[layer] = value
         tier.write(layer, slots, planes)
-        if self._wrong_on_arrival(layer, blocks, tier, slots) is None:
-            return
-        self._counters.failed(checksum=1, retries=1)
-        tier.write(layer, slots, planes)
         wrong = self._wrong_on_arrival(layer, blocks, tier, slots)
-        if wrong is not None:
-            self._counters.failed(checksum=1)
-            raise wrong
+        if wrong:
+            self._counters.failed(retries=1)
+            tier.write(layer, slots, planes)
+            wrong = self._wrong_on_arrival(layer, blocks, tier, slots)
+        if wrong:
+            raise wrong[0]
 
     def _wrong_on_arrival(
         self, layer: int, blocks: Sequence[Block], tier: Tier, slots: Sequence[int]
-    ) -> ChecksumError | None:
-        for block, slot in zip(blocks, slots, strict=True):
-            view = tier.run(layer, slot, 1)
+    ) -> list[ChecksumError]:
+        """The errors of blocks that lie in the tier's memory as other bytes than were sent, counted.
+
+        A disk is compared when it is read: reading back now would be served from the system's own cache of the file
+        and prove nothing.
+        """
+        wrong: list[ChecksumError] = []
+        for index, start, count in tier.runs(slots):
+            view = tier.run(layer, start, count)
             if view is None:
-                # A disk is compared when it is read: reading back now would be served from the page cache and prove
-                # nothing.
-                return None
-            got, wanted = int(self.checksummer.checksum(view)[0]), block.checksums[layer]
-            if wanted is not None and got != wanted:
-                return ChecksumError(block=block.id, layer=layer, tier=tier.role, wanted=wanted, got=got)
-        self._counters.verified(len(blocks))
-        return None
+                return []
+            arrived = self.checksummer.checksum(view).tolist()
+            for block, got in zip(blocks[index : index + count], arrived, strict=True):
+                wanted = block.checksums[layer]
+                if wanted is not None and got != wanted:
+                    wrong.append(ChecksumError(block=block.id, layer=layer, tier=tier.role, wanted=wanted, got=got))
+        self._counters.verified(len(blocks) - len(wrong))
+        if wrong:
+            self._counters.failed(checksum=len(wrong))
+            self._tell(tier.role, wrong[0])
+        return wrong
 
     # ---- up
 
@@ -246,37 +273,48 @@ class Mover:
             self._counters.moved(
                 tier,
                 "hot",
-                [block.id for block in some],
+                some,
                 total_bytes=self.row_bytes[layer] * count,
                 seconds=time.perf_counter() - started,
+                started=started,
                 reason="stream",
                 layer=layer,
-                blocks=count / len(self._layers),
+                count=count / len(self._layers),
             )
 
     def _read_verified(self, layer: int, blocks: Sequence[Block], tier: str, out: Planes) -> None:
         try:
             self._tiers[tier].read(layer, [_slot(block, tier) for block in blocks], out)
-        except ColdTierError:
+        except ColdTierError as failure:
             self._counters.failed(tier=1)
+            self._tell(tier, failure)
             for index, block in enumerate(blocks):
                 self._read_again(layer, block, tier, tuple(p[:, index : index + 1] for p in out))
             return
-        for index in self._wrong_blocks(layer, blocks, out):
-            self._counters.failed(checksum=1)
+        for index, error in self._wrong_blocks(layer, blocks, tier, out):
+            self._tell(tier, error)
             self._read_again(layer, blocks[index], tier, tuple(p[:, index : index + 1] for p in out))
 
-    def _wrong_blocks(self, layer: int, blocks: Sequence[Block], planes: Planes) -> list[int]:
-        """Indices of blocks whose bytes, as arrived, are not the bytes that were stored."""
+    def _wrong_blocks(
+        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
+    ) -> list[tuple[int, ChecksumError]]:
+        """Of blocks whose bytes, as arrived, are not the bytes that were stored: index and error; counted."""
         if self._verify == "off":
             return []
-        if self._verify == "first" and all((block.id, layer) in self._seen for block in blocks):
+        # In another tier it lies as other bytes, which nobody has looked at yet.
+        if self._verify == "first" and all((tier, block.id, layer) in self._seen for block in blocks):
             return []
-        got = self.checksummer.checksum(planes).tolist()
-        wrong = [i for i, block in enumerate(blocks) if block.checksums[layer] != got[i]]
+        arrived = self.checksummer.checksum(planes).tolist()
+        wrong = [
+            (i, ChecksumError(block=block.id, layer=layer, tier=tier, wanted=block.checksums[layer] or 0, got=got))
+            for i, (block, got) in enumerate(zip(blocks, arrived, strict=True))
+            if block.checksums[layer] != got
+        ]
         self._counters.verified(len(blocks) - len(wrong))
-        if self._verify == "first":
-            self._seen.update((block.id, layer) for i, block in enumerate(blocks) if i not in wrong)
+        if wrong:
+            self._counters.failed(checksum=len(wrong))
+        elif self._verify == "first":
+            self._seen.update((tier, block.id, layer) for block in blocks)
         return wrong
 
     def _read_again(self, layer: int, block: Block, tier: str, out: Planes) -> None:
@@ -287,23 +325,39 @@ class Mover:
             try:
                 self._tiers[source].read(layer, [_slot(block, source)], out)
             except ColdTierError as failure:
-                error = failure
+                self._counters.failed(tier=1)
+                error = self._unreadable(block, layer, source, failure)
                 continue
-            if self._verify == "off":
+            wrong = self._wrong_blocks(layer, [block], source, out)
+            if not wrong:
                 return
-            got, wanted = int(self.checksummer.checksum(out)[0]), block.checksums[layer]
-            if wanted is not None and got == wanted:
-                self._counters.verified(1)
-                return
-            self._counters.failed(checksum=1)
-            error = ChecksumError(block=block.id, layer=layer, tier=source, wanted=wanted or 0, got=got)
+            error = wrong[0][1]
         if error is not None:
             raise error
+
+    def _unreadable(self, block: Block, layer: int, tier: str, failure: ColdTierError) -> ColdTierError:
+        """The tier's own error, with the block and the layer that were wanted."""
+        error = ColdTierError(
+            f"Block {block.id}, layer {layer} cannot be read from {tier}.",
+            wanted=f"{self.row_bytes[layer]} bytes with checksum {(block.checksums[layer] or 0) & (2**64 - 1):#018x}",
+            got=f"{failure.what} {failure.got}",
+            change=failure.change,
+        )
+        error.__cause__ = failure
+        return error
+
+    def _tell(self, tier: str, failure: ChecksumError | ColdTierError) -> None:
+        """Warn of the first failure of a tier; all are counted."""
+        if tier not in self._told:
+            self._told.add(tier)
+            what = f"{failure.what} Wanted: {failure.wanted}. Got: {failure.got}."
+            logger.warning("tieredkv: %s fails at times, and what fails is tried again: %s", tier, what)
 
     def forget(self, block: Block) -> None:
         """A block was freed: drop what was remembered about it."""
         if self._verify == "first":
-            self._seen -= {(block.id, layer) for layer in range(len(self._layers))}
+            layers = range(len(self._layers))
+            self._seen -= {(tier, block.id, layer) for tier in ("warm", "cold") for layer in layers}
 
 
 def read_regions(blocks: Sequence[Block]) -> list[Region]:

@@ -38,7 +38,7 @@ def test_plan_prints_sizes_tiers_cost_and_a_suggestion(app: typer.Typer, model: 
         "512 KiB per token, 128 GiB for 8 x 32,768 tokens in float16",
         "32 layers x 32 KV heads x 2 x 128 x 2 bytes",
         "left for keys and values │ 10.1 GiB",
-        "int4  │ 160 KiB   │ 31.2%",
+        "int4  │ 162.1 KiB │ 31.7%",
         "hot 4 GiB",
         "cold 128 GiB",
         "too large 1 TiB",

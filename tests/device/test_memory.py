@@ -106,6 +106,35 @@ def test_pinning_without_an_accelerator_falls_back() -> None:
     assert len(pinned.failures) == 1
 
 
+def test_a_size_that_was_refused_is_not_asked_for_again_nor_a_larger_one() -> None:
+    asked: list[int] = []
+
+    def refuse_large(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(shape[0])
+        if shape[0] > 64:
+            raise RuntimeError("no more")
+        return normal_empty(shape, dtype, "cpu")
+
+    pinned = PinnedMemory(1 << 20, refuse_large)
+    kept = [pinned.empty((count,), torch.uint8) for count in (64, 256, 256, 512, 32, 128)]
+    assert asked == [64, 256, 32, 128]
+    assert [pinned.holds(tensor) for tensor in kept] == [True, False, False, False, True, False]
+    assert len(pinned.failures) == 4 and "had been refused" in pinned.failures[1]
+
+
+def test_pinning_leaves_a_share_of_the_memory_free() -> None:
+    free = [1000]
+
+    def take(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        free[0] -= shape[0]
+        return normal_empty(shape, dtype, "cpu")
+
+    pinned = PinnedMemory(10_000, take, lambda: (free[0], 1600))
+    kept = [pinned.empty((512,), torch.uint8), pinned.empty((512,), torch.uint8), pinned.empty((256,), torch.uint8)]
+    assert [pinned.holds(tensor) for tensor in kept] == [True, False, True]
+    assert "100 of 488 free bytes" in pinned.failures[0]
+
+
 def test_pinned_memory_stops_at_its_limit_and_comes_back() -> None:
     pinned = PinnedMemory(100, lambda shape, dtype: normal_empty(shape, dtype, "cpu"))
     first = pinned.empty((64,), torch.uint8)

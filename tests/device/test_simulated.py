@@ -156,6 +156,16 @@ def test_a_trace_tells_what_was_submitted() -> None:
         assert device.trace == []
 
 
+def test_computing_takes_the_time_that_was_asked_for() -> None:
+    with SimulatedAccelerator(compute_seconds={"attend": 0.02}) as device:
+        started = time.perf_counter()
+        assert device.run(lambda: 5, name="attend") == 5
+        assert time.perf_counter() - started >= 0.02
+        started = time.perf_counter()
+        device.run(lambda: None, name="write")
+        assert time.perf_counter() - started < 0.02
+
+
 def test_its_memory_is_apart_from_the_host() -> None:
     with SimulatedAccelerator() as device:
         assert (device.kind, device.torch_device.type, device.addresses_host) == ("simulated", "cpu", False)

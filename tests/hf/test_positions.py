@@ -49,6 +49,29 @@ def test_a_gap_is_refused() -> None:
         started(5).check(at([9]), 5, 1)
 
 
+def test_the_whole_text_with_one_more_token_is_refused() -> None:
+    with pytest.raises(PositionError, match="use_cache"):
+        started(5).check(at(range(6)), 5, 6)
+
+
+def test_positions_that_repeat_are_the_models_own() -> None:
+    """A tree of candidates has several tokens at one position."""
+    positions = started(5)
+    accept(positions, at([5, 6, 6, 7]), 5, 4)
+    assert positions.exempt == 0
+
+
+def test_a_forward_that_goes_on_after_one_that_was_taken_back_is_refused() -> None:
+    positions = Positions()
+    accept(positions, at(range(5)), 0, 5)
+    positions.take_back()
+    for _ in range(2):
+        with pytest.raises(PositionError, match="taken back"):
+            positions.check(at([5]), 0, 1)
+    accept(positions, at(range(5)), 0, 5)
+    accept(positions, at([5]), 5, 1)
+
+
 def test_a_refusal_changes_nothing() -> None:
     positions = started(5)
     with pytest.raises(PositionError):

@@ -27,6 +27,7 @@ from tieredkv.attention.masks import MaskSpec
 from tieredkv.device import CpuDevice, SimulatedAccelerator
 from tieredkv.errors import BudgetError
 from tieredkv.hf import seam
+from tieredkv.store import BlockStore
 
 EXAMPLES = int(os.environ.get("TIEREDKV_STATEFUL_EXAMPLES", "100"))
 SHRINKS = "TIEREDKV_STATEFUL_EXAMPLES" in os.environ
@@ -76,6 +77,20 @@ class Plain:
         self.seen = self.seen[:, :count]
         if not count:
             self.layers, self.seen = [], torch.zeros(0, 0, dtype=torch.bool)
+
+
+def account(store: BlockStore) -> None:
+    """free + live + in flight is all there is, and what is not free is a block's or a move's; waits for nothing."""
+    with store.lock:
+        blocks = {b.id: b for holder in store.holders for row in holder.table for b in row}
+        blocks |= {b.id: b for move in store._moves for b in move.blocks}
+        for role, tier in store.tiers.items():
+            slots = tier.slots
+            assert slots.free + slots.live + slots.in_flight == slots.total, role
+            held = [slot for block in blocks.values() if (slot := getattr(block, role)) is not None]
+            coming = [slot for move in store._moves if move.target == role for slot in move.slots]
+            assert len({*held, *coming}) == len(held) + len(coming) == slots.used, f"{role}: {held} {coming}"
+            assert slots.in_flight == len(coming), role
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -344,6 +359,12 @@ class CacheMachine(RuleBasedStateMachine):
             pair.cache.close()
 
     # ---- checks
+
+    @invariant()
+    def accounted(self) -> None:
+        """After every rule, with copies under way: every slot is free, live or in flight, and it is known why."""
+        for store in {id(s): s for pair in getattr(self, "pairs", []) if (s := pair.cache.parts().store)}.values():
+            account(store)
 
     @invariant()
     def watched(self) -> None:

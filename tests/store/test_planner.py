@@ -16,7 +16,7 @@ from tieredkv.config import CacheSettings, ColdSettings
 from tieredkv.device import CpuDevice
 from tieredkv.errors import BudgetError, ColdTierError
 from tieredkv.plan import ForwardPlan
-from tieredkv.store import BlockStore, Holder, planner, read_layer, write
+from tieredkv.store import BlockStore, Holder, planner, read_layer, requests, write
 
 BLOCK, HEADS, DIM = 16, 1, 4
 LAYER = LayerGeometry(HEADS, DIM, DIM, torch.float32)
@@ -76,11 +76,20 @@ def read(plan: ForwardPlan) -> list[tuple[int, int]]:
     rows=st.integers(1, 3),
     pieces=st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=1, max_size=12),
     window=st.sampled_from([None, 1, 16, 40]),
+    placement=st.sampled_from(["both", "both", "window", "watermark"]),
+    sinks=st.sampled_from([0, 0, 5, 20]),
 )
 def test_every_token_is_written_once_and_read_once(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, pieces: list[int], window: int | None
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    pieces: list[int],
+    window: int | None,
+    placement: str,
+    sinks: int,
 ) -> None:
-    store, holder = make(rows, tmp_path_factory.mktemp("cold"), window=window)
+    window = None if placement == "watermark" else window
+    options: dict[str, Any] = {"window": window, "placement": placement, "sinks": sinks}
+    store, holder = make(rows, tmp_path_factory.mktemp("cold"), **options)
     for new in pieces:
         past = holder.tokens
         plan = forward(store, holder, new)
@@ -91,6 +100,8 @@ def test_every_token_is_written_once_and_read_once(
         assert [len(row) for row in holder.table] == [-(-holder.tokens // BLOCK)] * rows
         late = [b for row in holder.table for b in row[max(holder.tokens - (window or 1), 0) // BLOCK :]]
         assert all(block.hot is not None for block in late), "the window is hot"
+        first = [b for row in holder.table for b in row[: -(-sinks // BLOCK)]]
+        assert all(block.hot is not None for block in first), "sinks are hot"
     check_contents(store, holder)
     audit_store(store)
     store.close()
@@ -256,3 +267,113 @@ def test_a_holder_that_rests_does_not_keep_others_out_of_hot() -> None:
     check_contents(store, other)
     assert any(block.hot is None for block in holder.table.blocks())
     store.close()
+
+
+# ---- what leaves hot, and when
+
+
+def hot_places(holder: Holder) -> list[int]:
+    """Numbers of the first row's blocks that are hot."""
+    return [number for number, block in enumerate(holder.table.rows[0]) if block.hot is not None]
+
+
+def written_down(store: BlockStore) -> int:
+    return sum(move.bytes for name, move in store.counters.moves().items() if name.startswith("hot_to_"))
+
+
+def step(store: BlockStore, holder: Holder, tokens: int) -> None:
+    """So many tokens, one at a time, and what the last of them settles."""
+    for _ in range(tokens):
+        forward(store, holder, 1)
+    planner.settle(store, holder)
+    store.wait_all()
+
+
+def test_both_keeps_old_blocks_while_there_is_room_and_the_window_always() -> None:
+    store, holder = make(warm="640 tokens")
+    step(store, holder, 30 * BLOCK)
+    watermark = int(store.settings.watermark * store.hot.slots.total)
+    assert hot_places(holder) == list(range(30 - watermark, 30))
+    check_contents(store, holder)
+    store.close()
+
+
+def test_by_window_alone_a_block_leaves_as_soon_as_it_is_outside() -> None:
+    store, holder = make(warm="640 tokens", placement="window", window=2 * BLOCK)
+    for tokens in range(1, 8):
+        step(store, holder, BLOCK)
+        assert hot_places(holder) == list(range(max(tokens - 3, 0), tokens)), "the window and a block of slack"
+    forward(store, holder, 6 * BLOCK)
+    assert len(hot_places(holder)) == 3 + 2, "a prefill writes its window alone to hot"
+    check_contents(store, holder)
+    store.close()
+
+
+def test_by_watermark_alone_there_is_no_window() -> None:
+    store, holder = make(warm="640 tokens", placement="watermark", window=None)
+    assert store.budget.window_tokens == 0
+    step(store, holder, 20 * BLOCK)
+    assert len(hot_places(holder)) == int(store.settings.watermark * store.hot.slots.total)
+    other = store.holder()
+    other.table.rows = [[]]
+    step(store, other, 9 * BLOCK)
+    assert hot_places(holder) == [19], "older than the other's, and nothing protects it but the block of slack"
+    check_contents(store, holder)
+    store.close()
+
+
+@pytest.mark.parametrize("amplitude", [1, 2, 15, 16])
+@pytest.mark.parametrize("tokens", [4 * BLOCK, 6 * BLOCK + 1, 7 * BLOCK + 1, 20 * BLOCK + 1])
+def test_tokens_added_and_taken_away_again_move_nothing(tokens: int, amplitude: int) -> None:
+    """At the border of a block, with hot below, at and above the watermark, and a window of one token."""
+    store, holder = make(warm="640 tokens", window=1)
+    step(store, holder, tokens)
+
+    def turn() -> None:
+        planner.crop(store, holder, tokens - amplitude)
+        forward(store, holder, amplitude)
+        planner.settle(store, holder)
+        store.wait_all()
+
+    turn()  # what stands at the border may leave once
+    before, hot = written_down(store), hot_places(holder)
+    for _ in range(10):
+        turn()
+        assert hot_places(holder) == hot
+    assert written_down(store) == before
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_what_was_promoted_is_not_pushed_out_by_the_next_block() -> None:
+    store, holder = make(warm="640 tokens", hot="560 tokens")
+    step(store, holder, 40 * BLOCK)
+    requests.demote(store, holder, "warm")
+    assert requests.promote(store, holder) > 0
+    hot = hot_places(holder)
+    for _ in range(store.hot.slots.total // 16):
+        step(store, holder, BLOCK)
+        assert set(hot) <= set(hot_places(holder))
+        assert requests.promote(store, holder) == 0, "full enough: or each block would take turns"
+    store.close()
+
+
+def test_sinks_stay_hot_when_all_else_leaves(tmp_path: Path) -> None:
+    store, holder = make(cold=tmp_path, sinks=20)
+    plan = forward(store, holder, 30 * BLOCK)
+    assert plan.through_writes[0].blocks[0] is holder.table.rows[0][2]
+    assert hot_places(holder)[:2] == [0, 1]
+    step(store, holder, 10 * BLOCK)
+    other = store.holder()
+    other.table.rows = [[]]
+    step(store, other, 5 * BLOCK)
+    assert hot_places(holder)[:2] == [0, 1]
+    check_contents(store, holder)
+    audit_store(store)
+    store.close()
+
+
+def test_sinks_and_a_window_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(BudgetError, match="sinks"):
+        make(sinks=7 * BLOCK)

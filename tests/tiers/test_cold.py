@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from tieredkv.block import Plane, Planes
+from tieredkv.device import CudaDevice
 from tieredkv.errors import BudgetError, ColdTierError, ConfigError, MismatchError
 from tieredkv.tiers import ColdTier, blocks_per_file, cold_bytes, pack_rows, slot_bytes
 from tieredkv.tiers.cold import MAX_OPEN_FILES
@@ -115,6 +116,43 @@ def test_short_writes_and_reads_are_carried_on(tier: ColdTier, monkeypatch: pyte
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:100], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, data, offset: preadv(fd, [data[0][:77]], offset))
     assert holds(tier, slots, fill(tier, slots))
+
+
+@pytest.mark.parametrize("most", [777, 100_000])
+def test_large_pieces_are_read_straight_into_place(cold_dir: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    layers = [(Plane("k", torch.bfloat16, 3, (64, 16)), Plane("v", torch.float32, 2, (64, 8)))]
+    tier = ColdTier(cold_dir, layers, **SAYS)
+    slots = tier.slots.allocate_many(7)
+    written = tuple(torch.randn(p.kv_heads, 7, *p.inner).to(p.dtype) for p in layers[0])
+    tier.write(0, slots, written)
+    real = os.preadv
+    monkeypatch.setattr("tieredkv.tiers.cold_files.MOST_BUFFERS", 4)
+
+    def some(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real(descriptor, [buffers[0][:most], *(buffers[1:] if most > len(buffers[0]) else [])], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    monkeypatch.setattr(tier, "read_rows", lambda *_: pytest.fail("read in a second place first"))
+    order = [5, 0, 1, 2, 6]
+    wide = tuple(torch.full((p.kv_heads, 9, *p.inner), 7.0).to(p.dtype) for p in layers[0])
+    tier.read(0, [slots[i] for i in order], tuple(plane[:, 2:7] for plane in wide))
+    for plane, wanted in zip(wide, written, strict=True):
+        assert torch.equal(plane[:, 2:7], wanted[:, order])
+        assert bool((plane[:, [0, 1, 7, 8]] == 7).all())
+    tier.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin_limit_bytes", [0, 1 << 24])
+def test_blocks_are_read_to_a_device_through_pinned_memory(cold_dir: Path, pin_limit_bytes: int) -> None:
+    with CudaDevice(pin_limit_bytes=pin_limit_bytes) as device:
+        tier = ColdTier(cold_dir, LAYERS, bounce=device.bounce, **SAYS)
+        slots = tier.slots.allocate_many(5)
+        for layer, written in enumerate(fill(tier, slots)):
+            out = tuple(plane.empty(5, device.torch_device) for plane in LAYERS[layer])
+            tier.read(layer, slots, out)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(out, written, strict=True))
+        tier.close()
 
 
 def test_rows_are_read_and_written_as_they_lie(tier: ColdTier) -> None:

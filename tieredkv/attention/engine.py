@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tieredkv.attention.flex import FlexKernels, FlexTiles, rows_bucket
+from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket
 from tieredkv.attention.lse import Partial, merge, nothing_seen
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.native import DecodePlan, NativeKernels
 from tieredkv.attention.partials import dense, over_run
+from tieredkv.attention.windowed import Pieces, WindowedMask, windowed
 from tieredkv.device import Region
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store import BlockStore
@@ -41,7 +42,7 @@ class LayerCall:
         scale: factor on the scores.
         softcap: scores become `softcap * tanh(scores / softcap)`, or None.
         sinks: one more logit for each head, [heads], or None.
-        mask: None for causal, else what the mask function made.
+        mask: None for causal, else what the mask function made; the engine adds what a plan hides.
     """
 
     layer: int
@@ -51,7 +52,7 @@ class LayerCall:
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
-    mask: MaskSpec | TensorMask | None
+    mask: MaskSpec | TensorMask | WindowedMask | None
 
 
 class Engine:
@@ -82,6 +83,8 @@ class Engine:
         Raises:
             ChecksumError, ColdTierError: a streamed block cannot be had.
         """
+        if plan.visibility is not None and not isinstance(call.mask, WindowedMask):
+            call = dataclasses.replace(call, mask=WindowedMask(call.mask, plan.visibility, plan.past, plan.new))
         starts = _starts(call.mask, plan.rows)
         if starts is not None and self._wants_native(plan, call):
             return merge(self._natively(plan, call, starts), sinks=call.sinks, dtype=call.query.dtype)
@@ -137,9 +140,9 @@ class Engine:
                 partials.append(store.device.run(work, reads=reads, name="attend pools"))
             else:
                 partials.append(work())
-        ring, layers = store.prefetcher, range(len(store.layers))
+        ring, layers, announced = store.prefetcher, range(len(store.layers)), plan.ring or plan.chunks
         for index, chunk in enumerate(plan.chunks):
-            with ring.chunk(layers, plan.chunks, call.layer, index) as (k, v, buffer):
+            with ring.chunk(layers, announced, call.layer, plan.ring_first + index) as (k, v, buffer):
                 keys = self._native_plan(plan, call, index, [(0, chunk)], starts)
                 work = functools.partial(self._native.attend, call.query, [(k, v)], keys, scale=call.scale)
                 partials.append(store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
@@ -219,8 +222,9 @@ class Engine:
             )
             self._tiles[(kv_heads, device)] = found
         if found.stale:
-            rows = zip(plan.row_slots or (), starts, strict=True)
-            found.update([(slots, plan.total, start) for slots, start in rows])
+            totals = plan.row_tokens or (plan.total,) * plan.rows
+            rows = zip(plan.row_slots or (), totals, starts, strict=True)
+            found.update([TileRow(*row) for row in rows])
             found.stale = False
         return found
 
@@ -265,10 +269,9 @@ class Engine:
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
     ) -> None:
         """Blocks that come through staging, one chunk attended while the next are on their way."""
-        ring = self._store.prefetcher
-        layers = range(len(self._store.layers))
+        ring, layers, announced = self._store.prefetcher, range(len(self._store.layers)), plan.ring or plan.chunks
         for index, chunk in enumerate(plan.chunks):
-            with ring.chunk(layers, plan.chunks, call.layer, index) as (k, v, buffer):
+            with ring.chunk(layers, announced, call.layer, plan.ring_first + index) as (k, v, buffer):
                 region: list[Region] = [("stage", buffer)]
 
                 work = functools.partial(_add_run, plan, call, starts, chunk.rows, chunk.position, k, v, parts)
@@ -279,6 +282,11 @@ class Engine:
     ) -> torch.Tensor:
         """Add the new tokens among themselves, where the model made them, and merge."""
         q, k, v = call.query, call.key, call.value
+        if isinstance(call.mask, WindowedMask):
+            pieces = Pieces(q, k, v, call.scale, call.softcap)
+            for row, part in enumerate(parts):
+                part.append(windowed(plan, call.mask, row, pieces))
+            return self._merged(call, parts)
         firsts = [0] * plan.rows if starts is None else [max(start - plan.past, 0) for start in starts]
         bias = None
         if starts is None and call.mask is not None:
@@ -297,11 +305,11 @@ class Engine:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _starts(mask: MaskSpec | TensorMask | None, rows: int) -> list[int] | None:
+def _starts(mask: MaskSpec | TensorMask | WindowedMask | None, rows: int) -> list[int] | None:
     """For each row the first token that is seen, where the mask is causal and padding is on the left; else None."""
     if mask is None:
         return [0] * rows
-    if isinstance(mask, TensorMask) or not mask.is_causal:
+    if not isinstance(mask, MaskSpec) or not mask.is_causal:
         return None
     return mask.row_starts()
 

@@ -1,4 +1,6 @@
-"""The command line: `tieredkv demo`, the main job on a real model, and `tieredkv plan`, what a context needs.
+"""The command line: `tieredkv demo`, the main job on a real model; `tieredkv plan`, what a context needs;
+`tieredkv replay`, what a prefix store would have saved; `tieredkv doctor`, what limits a run or departs from stock;
+and `tieredkv ls`, `verify` and `prune`, what was published into a directory.
 
 Imports: errors and this package; typer.
 """
@@ -11,7 +13,12 @@ import typer
 
 from tieredkv import __version__
 from tieredkv.cli.demo import demo as _demo
+from tieredkv.cli.doctor import doctor as _doctor
+from tieredkv.cli.files import ls as _ls
+from tieredkv.cli.files import prune as _prune
+from tieredkv.cli.files import verify as _verify
 from tieredkv.cli.plan import plan as _plan
+from tieredkv.cli.replay import replay_command as _replay
 
 __all__ = ["app", "main"]
 
@@ -23,6 +30,11 @@ app = typer.Typer(
 )
 app.command("demo")(_demo)
 app.command("plan")(_plan)
+app.command("replay")(_replay)
+app.command("doctor")(_doctor)
+app.command("ls")(_ls)
+app.command("verify")(_verify)
+app.command("prune")(_prune)
 
 
 def _show_version(wanted: bool) -> None:

@@ -5,7 +5,7 @@
 | raw | 1.00 | none | exact results |
 | int8 | 0.51 | half of 1/127 of the largest value of its channel (K) or token (V) | nearly exact at half the bytes |
 | fp8 | 0.51 | 1/16 of each value | values spread over many magnitudes; else int8 is closer |
-| int4 | 0.31 | half a step of 1/15 of the range of 32 values | a third of the bytes |
+| int4 | 0.32 | half a step of about 1/15 of the range of 16 values | a third of the bytes |
 
 (Ratios for blocks of 128 tokens and heads of 64, scales included; each class states its bound exactly.)
 

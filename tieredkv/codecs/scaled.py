@@ -15,6 +15,7 @@ import torch
 
 from tieredkv.block import LayerGeometry, Plane, Planes
 from tieredkv.codecs.base import (
+    E4M3_WIDENED_UNIT,
     SCALE_DTYPE,
     Codec,
     check_block_size,
@@ -25,6 +26,7 @@ from tieredkv.codecs.base import (
     round_into,
     scratch,
     storable_scale,
+    widened_e4m3,
 )
 
 # The dimension of [kv_heads, n, block_size, dim] over which one scale holds.
@@ -138,14 +140,10 @@ class Fp8Codec(ScaledCodec):
 
     @property
     def _unit(self) -> float:
-        return 2.0**-8
+        return E4M3_WIDENED_UNIT
 
     def _to_codes(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
         codes.copy_(finite_codes_(scaled))
 
     def _from_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        # An e4m3 code moved to the top of an fp16 is the same number times 2^-8 (the exponents' biases are 7 and 15),
-        # subnormals included. Widening by integer arithmetic is vectorised everywhere; conversion of e4m3 is not.
-        wide = codes.view(torch.int8).to(torch.int16)
-        wide.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # clears the second copy of the sign
-        out.copy_(wide.view(torch.float16))
+        out.copy_(widened_e4m3(codes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tieredkv.device.base import Device, Region, Stream
+from tieredkv.device.bounce import Bounce
 from tieredkv.device.cpu import CpuDevice
 from tieredkv.device.cuda import CudaDevice
 from tieredkv.device.event import Event
@@ -18,6 +19,7 @@ from tieredkv.errors import ConfigError
 
 __all__ = [
     "LEDGER",
+    "Bounce",
     "CpuDevice",
     "CudaDevice",
     "Device",

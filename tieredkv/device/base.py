@@ -5,7 +5,7 @@ after; only the simulated accelerator looks at the regions, and raises where two
 between them. `up` moves towards the device, `down` away from it, `disk` reads and writes files, and no one of them
 blocks another. Computing has a stream of its own, reached by `run` and `record`.
 
-Imports: device.event and device.memory only.
+Imports: device.bounce, device.event and device.memory only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from tieredkv.device.bounce import Bounce
 from tieredkv.device.event import Event
 from tieredkv.device.memory import host_memory
 
@@ -147,6 +148,11 @@ class Device(ABC):
     def pin_failures(self) -> tuple[str, ...]:
         """For each `host_empty` that gave pageable memory where pinned was wanted: why."""
         return ()
+
+    @property
+    def bounce(self) -> Bounce | None:
+        """What copies between the device and pageable host memory go through; None where they need nothing."""
+        return None
 
     def host_size(self, nbytes: int) -> int:
         """Bytes that a `host_empty` of `nbytes` really takes: pinned memory comes in powers of two."""

@@ -3,11 +3,12 @@
 A worker holds each operation's work, and so its tensors, until the CUDA event behind it is done: that is why no tensor
 needs `record_stream`. The only file of the package, with `device_for`, that names torch.cuda.
 
-Imports: device.base, device.event, device.memory, device.worker.
+Imports: device.base, device.bounce, device.event, device.memory, device.worker.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -15,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from tieredkv.device.base import Region
+from tieredkv.device.bounce import Bounce
 from tieredkv.device.event import Event, settled_event
 from tieredkv.device.memory import PinnedMemory, normal_empty, pinned_size
 from tieredkv.device.worker import Operation, Work, Worker, WorkerDevice, WorkerStream
@@ -114,6 +116,14 @@ def make_wait(stream: torch.cuda.Stream, event: Event) -> None:
         event.wait()
 
 
+def recorded(device: torch.device) -> Event:
+    """An event that is done once everything enqueued on the calling thread's current stream is."""
+    event, end = CudaEvent("record"), timed_event()
+    end.record(torch.cuda.current_stream(device))
+    event.enqueued(end, end, None)
+    return settled_event(event)
+
+
 class CudaStream(WorkerStream):
     """Copies in one direction."""
 
@@ -144,6 +154,7 @@ class CudaDevice(WorkerDevice):
         self.torch_device = torch.device("cuda", index)
         self.addresses_host = False
         self._pinned = PinnedMemory(pin_limit_bytes)
+        self._bounce = Bounce(self._pinned, functools.partial(recorded, self.torch_device))
         super().__init__(
             CudaStream("up", self.torch_device), CudaStream("down", self.torch_device), WorkerStream("disk")
         )
@@ -163,10 +174,7 @@ class CudaDevice(WorkerDevice):
         return work()
 
     def record(self) -> Event:
-        event, end = CudaEvent("record"), timed_event()
-        end.record(torch.cuda.current_stream(self.torch_device))
-        event.enqueued(end, end, None)
-        return settled_event(event)
+        return recorded(self.torch_device)
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -177,6 +185,10 @@ class CudaDevice(WorkerDevice):
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._pinned.empty(shape, dtype)
+
+    @property
+    def bounce(self) -> Bounce | None:
+        return self._bounce
 
     def host_size(self, nbytes: int) -> int:
         return pinned_size(nbytes)

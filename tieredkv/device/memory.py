@@ -97,19 +97,33 @@ def pin(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return normal_empty(shape, dtype, "cpu", pin=True)
 
 
+SPARED_SHARE = 16
+"""One part in so many of the host's memory is left free: what is pinned cannot be swapped out for anybody."""
+
+
 class PinnedMemory:
     """Gives pinned tensors while the limit and the machine allow, pageable ones afterwards.
+
+    Careful with a machine that says no: a size that was refused once is not asked for again, nor is a larger one.
 
     Args:
         limit_bytes: the most to pin at one time, or None for half of the host's memory.
         allocate: takes the pinned memory of one tensor; RuntimeError means that there is none.
+        memory: (free, total) bytes of the host.
     """
 
-    def __init__(self, limit_bytes: int | None = None, allocate: Allocate = pin) -> None:
-        self.limit_bytes = host_memory()[1] // 2 if limit_bytes is None else limit_bytes
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        allocate: Allocate = pin,
+        memory: Callable[[], tuple[int, int]] = host_memory,
+    ) -> None:
+        self.limit_bytes = memory()[1] // 2 if limit_bytes is None else limit_bytes
         self.failures: list[str] = []
-        self._allocate = allocate
+        self._allocate, self._memory = allocate, memory
         self._ledger = Ledger()
+        self._refused_bytes: int | None = None
+        self._ranges: dict[int, int] = {}  # address -> bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -119,14 +133,35 @@ class PinnedMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor `shape` of host memory; when it cannot be pinned the reason goes to `failures`."""
         nbytes = pinned_size(math.prod(shape) * dtype.itemsize)
+        reason = self._reason_against(nbytes)
+        if reason is None:
+            try:
+                tensor = self._allocate(shape, dtype)
+            except RuntimeError as error:
+                self._refused_bytes = nbytes
+                reason = f"pinning {nbytes} bytes failed: {error}"
+            else:
+                start = tensor.data_ptr()
+                self._ranges[start] = tensor.nbytes
+                weakref.finalize(tensor.untyped_storage(), self._ranges.pop, start, None).atexit = False
+                return self._ledger.add(tensor, nbytes)
+        self.failures.append(reason)
+        return normal_empty(shape, dtype, "cpu")
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in memory that was pinned here."""
+        at = tensor.data_ptr()
+        return any(start <= at < start + size for start, size in tuple(self._ranges.items()))
+
+    def _reason_against(self, nbytes: int) -> str | None:
         if self.pinned_bytes + nbytes > self.limit_bytes:
-            self.failures.append(f"{nbytes} bytes more would pass the limit of {self.limit_bytes} pinned bytes")
-            return normal_empty(shape, dtype, "cpu")
-        try:
-            return self._ledger.add(self._allocate(shape, dtype), nbytes)
-        except RuntimeError as error:
-            self.failures.append(f"pinning {nbytes} bytes failed: {error}")
-            return normal_empty(shape, dtype, "cpu")
+            return f"{nbytes} bytes more would pass the limit of {self.limit_bytes} pinned bytes"
+        if self._refused_bytes is not None and nbytes >= self._refused_bytes:
+            return f"{nbytes} bytes were not asked for, since {self._refused_bytes} had been refused"
+        free, total = self._memory()
+        if nbytes > free - total // SPARED_SHARE:
+            return f"{nbytes} bytes more would leave less than {total // SPARED_SHARE} of {free} free bytes"
+        return None
 
 
 def pinned_size(nbytes: int) -> int:

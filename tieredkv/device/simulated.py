@@ -4,7 +4,7 @@ Its "device" memory is separate tensors on the CPU. Streams are worker threads w
 delays; what an operation is about to overwrite is NaN until then, and so is what is freed. Vector clocks (see
 `device.clocks`) treat computing as asynchronous, as it is on a GPU, although it is done inline.
 
-Imports: device.base, device.clocks, device.event, device.memory, device.worker.
+Imports: device.base, device.bounce, device.clocks, device.event, device.memory, device.worker.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 
 from tieredkv.device.base import Region
+from tieredkv.device.bounce import Bounce
 from tieredkv.device.clocks import Clock, Clocks
 from tieredkv.device.event import Event, settled_event
 from tieredkv.device.memory import Ledger, PinnedMemory, normal_empty, pinned_size
@@ -143,6 +144,7 @@ class SimulatedAccelerator(WorkerDevice):
         addresses_host: whether warm blocks are attended in place.
         pin_limit_bytes: the most host memory to "pin", or None for half of the host's memory.
         is_traced: keep every operation in `trace`.
+        compute_seconds: for names of computing operations how long each takes at least, as on a device of that speed.
 
     Attributes:
         clocks: `clocks.races` counts the RaceErrors raised, those that were caught too.
@@ -160,6 +162,7 @@ class SimulatedAccelerator(WorkerDevice):
         addresses_host: bool = False,
         pin_limit_bytes: int | None = None,
         is_traced: bool = False,
+        compute_seconds: Mapping[str, float] | None = None,
     ) -> None:
         self.kind = "simulated"
         self.torch_device = torch.device("cpu")
@@ -167,9 +170,12 @@ class SimulatedAccelerator(WorkerDevice):
         self.clocks = Clocks()
         self.trace: list[Traced] = []
         self._is_traced = is_traced
+        self._compute_seconds = dict(compute_seconds or {})
         self._memory_bytes = memory_bytes
         self._ledger = Ledger()
         self._pinned = PinnedMemory(pin_limit_bytes, _garbled_empty)
+        # Copies are done when they are issued: an event of the compute stream would order more than there is.
+        self._bounce = Bounce(self._pinned, lambda: settled_event(Event("bounce")))
 
         def stream(name: str) -> SimulatedStream:
             rng = random.Random(f"{seed} {name}")
@@ -193,7 +199,11 @@ class SimulatedAccelerator(WorkerDevice):
             # Not wait(): on a GPU the compute stream waits, and the host learns nothing.
             event.join()
             event.raise_error()
-        return work()
+        ends_at = time.perf_counter() + self._compute_seconds.get(name, 0.0)
+        result = work()
+        if (left_seconds := ends_at - time.perf_counter()) > 0:
+            time.sleep(left_seconds)
+        return result
 
     def record(self) -> Event:
         return settled_event(ClockedEvent("record", self.clocks, self.clocks.step(COMPUTE, "record")))
@@ -227,6 +237,10 @@ class SimulatedAccelerator(WorkerDevice):
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._pinned.empty(shape, dtype)
+
+    @property
+    def bounce(self) -> Bounce | None:
+        return self._bounce
 
     def host_size(self, nbytes: int) -> int:
         return pinned_size(nbytes)

@@ -21,9 +21,20 @@ from transformers.cache_utils import (
 )
 
 from tieredkv.block import LayerGeometry
-from tieredkv.errors import MismatchError, UnsupportedModelError
+from tieredkv.errors import ConfigError, UnsupportedModelError
 from tieredkv.hf import seam
-from tieredkv.sizing import kv_layers
+from tieredkv.hf.layers import is_tierable
+from tieredkv.sizing import LayerKV, kv_layers
+
+SPARSE = frozenset(
+    {
+        "indexed_attention",
+        "deepseek_sparse_attention",
+        "qwen_sparse_attention",
+        "minimax_m3_sparse",
+    }
+)
+"""Layer types that keep the keys of an indexer beside their K and V; see `others`."""
 
 
 @dataclasses.dataclass
@@ -76,6 +87,12 @@ class Attachment:
         if not model._can_set_attn_implementation():
             self.refusal = f"{type(model).__name__} does not use transformers' attention interface"
             return
+        if not (model._supports_sdpa or model._supports_attention_backend):
+            self.refusal = f"{type(model).__name__} says that no attention but its own can serve it"
+            return
+        if any(name in SPARSE for name in get_layer_types_and_kwargs(self.config)[0]):
+            self.refusal = "the keys that an indexer chooses are known to transformers' own attention only"
+            return
         self.previous = seam.implementation_of(self.config)
         model.set_attn_implementation(seam.NAME)
 
@@ -93,16 +110,24 @@ class Attachment:
 
 
 def check_layers(config: Any) -> None:
-    """Refuse layer types whose state the cache would not carry.
+    """Refuse models and layer types whose state the cache would not carry.
 
     Raises:
-        UnsupportedModelError: such a type, by name.
+        UnsupportedModelError: such a model or type, by name.
     """
-    types, _ = get_layer_types_and_kwargs(config)
+    try:
+        types, _ = get_layer_types_and_kwargs(config)
+    except AttributeError as missing:
+        raise UnsupportedModelError(
+            "The config does not say which layers its decoder has.",
+            wanted="num_hidden_layers, and layer_types where they differ",
+            got=f"{type(config).__name__}: {missing}",
+            change="use transformers' own cache for this model",
+        ) from missing
     served = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin)
     for layer_idx, name in enumerate(types):
         kind = DYNAMIC_LAYER_TYPE_MAPPING.get(name)
-        known = kind in served[:2] or name == "dummy" or (kind is not None and issubclass(kind, served[2]))
+        known = kind in served[:2] or name in ("dummy", *SPARSE) or (kind is not None and issubclass(kind, served[2]))
         if not known:
             raise UnsupportedModelError(
                 f"Layer {layer_idx} keeps state that a TieredCache does not carry.",
@@ -110,16 +135,27 @@ def check_layers(config: Any) -> None:
                 got=repr(name),
                 change="use transformers' DynamicCache for this model",
             )
+    _predicted(config, types)  # refuses models that keep something else than their config says
 
 
-def no_such_layer(layer_idx: int, layers: int) -> MismatchError:
-    """The error for keys and values of a layer that the cache's model does not have."""
-    return MismatchError(
-        "Keys and values of a layer that the cache's model does not have.",
-        wanted=f"{layers} layers",
-        got=f"layer {layer_idx}",
-        change="use one cache per model",
-    )
+def _predicted(config: Any, types: Sequence[str]) -> Sequence[LayerKV] | None:
+    """What each layer stores by the config, or None where that does not tell."""
+    if not SPARSE.isdisjoint(types):
+        return None  # sizing does not know what such layers hold beside K and V
+    try:
+        return kv_layers(config)
+    except ConfigError:
+        return None
+
+
+def tierable_layers(config: Any, layers: Sequence[Any]) -> list[int]:
+    """Which of transformers' layers keep K and V of every token of the text.
+
+    Those that attend another sequence, as Mllama's do an image, keep K and V that do not grow with the text.
+    """
+    predictions = _predicted(config, get_layer_types_and_kwargs(config)[0]) or ()
+    cross = {layer.index for layer in predictions if layer.kind == "cross"}
+    return [i for i, layer in enumerate(layers) if is_tierable(layer) and i not in cross]
 
 
 def predicted_geometry(
@@ -128,10 +164,12 @@ def predicted_geometry(
     """The geometry of every tiered layer, from the config and from the first layer's real tensors.
 
     Where the config's prediction for that layer is off (a wrapper that changes heads, for example), layers that were
-    predicted alike are taken to be like it.
+    predicted alike are taken to be like it; where there is no prediction, all are.
     """
     actual = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-    predictions = kv_layers(config)
+    predictions = _predicted(config, get_layer_types_and_kwargs(config)[0])
+    if predictions is None:
+        return [actual] * len(tiered)
     by_index = [predictions[layer_idx].geometry(key.dtype) for layer_idx in tiered]
     wrong = by_index[layer]
     return [actual if geometry == wrong else geometry for geometry in by_index]

@@ -9,7 +9,7 @@ Imports: everything to its left; transformers' DynamicCache.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -17,16 +17,20 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from tieredkv.attention.engine import Engine, LayerCall
 from tieredkv.config import CacheSettings
 from tieredkv.device import Device
-from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingModeError
-from tieredkv.hf import seam
-from tieredkv.hf.attachment import Attachment, check_layers, no_such_layer
-from tieredkv.hf.layers import Handle, TieredLayer
+from tieredkv.errors import HandleError, TieredKVError
+from tieredkv.hf import refusals, seam
+from tieredkv.hf.attachment import Attachment, check_layers, tierable_layers
+from tieredkv.hf.layers import Handle, tiered_layer
 from tieredkv.hf.others import OtherLayers, StateWatch
 from tieredkv.hf.positions import Positions
-from tieredkv.hf.tenancy import Tenancy
+from tieredkv.hf.tenancy import SharedStore, Tenancy
 from tieredkv.hf.ways import Ways
 from tieredkv.plan import ForwardPlan
 from tieredkv.store import BlockStore, Holder, check_tensors, gather, planner, read_layer, requests, steady, write
+from tieredkv.store.dropping import refuse_dropped
+
+if TYPE_CHECKING:
+    from tieredkv.hf.watching import TokenWatch
 
 
 class Forwarding(DynamicCache):
@@ -45,20 +49,24 @@ class Forwarding(DynamicCache):
         check_layers(attachment.config)
         super().__init__(config=attachment.config)
         self._attachment, self._settings = attachment, settings
-        self._tiered = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        self._tiered = tierable_layers(attachment.config, self.layers)
+        self._first = next((i for i, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)), -1)
         self._index = {layer_idx: t for t, layer_idx in enumerate(self._tiered)}
+        plain = {i for i in self._tiered if type(self.layers[i]) is DynamicLayer}
+        self._others = OtherLayers({i: layer for i, layer in enumerate(self.layers) if i not in plain})
         for layer_idx in self._tiered:
-            self.layers[layer_idx] = TieredLayer(self, layer_idx)
-        self._others = OtherLayers({i: layer for i, layer in enumerate(self.layers) if i not in self._index})
+            self.layers[layer_idx] = tiered_layer(self, layer_idx, self.layers[layer_idx])
         self._place = Tenancy(attachment, settings, device, self._tiered)
         self._positions = Positions()
         self._gather_peak_bytes = 0
         self._closed = False
         self._broken: str | None = None
-        self._forwards = 0  # that were complete
         self._states = StateWatch()
+        self._whole: ForwardPlan | None = None  # the forward that is open, once every layer was updated
         self._self = weakref.ref(self)
         self._selected = False  # of the forward that is open: reading it from a config takes 12 µs
+        self._asked = True  # for a length or a mask since the last update, as a new forward does
+        self.watch: TokenWatch | None = None
         attachment.select()
         self._ways = Ways(self._tiered, attachment.refusal)
 
@@ -87,16 +95,11 @@ class Forwarding(DynamicCache):
         """
         if layer_idx not in self._index:
             if layer_idx >= len(self.layers):
-                self._refuse_layer(layer_idx)
+                self._refuse(refusals.no_such_layer(layer_idx, len(self.layers)))
             self._begin_with_other_layer(key_states, layer_idx, kwargs)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.requires_grad and torch.is_grad_enabled():
-            raise TrainingModeError(
-                "Keys that need gradients cannot be stored.",
-                wanted="inference",
-                got="key_states.requires_grad with gradients enabled",
-                change="model.eval() and `with torch.no_grad():` (generate does both)",
-            )
+            raise refusals.gradients()
         rows, _, new, _ = key_states.shape
         if rows == 0:
             return key_states, value_states
@@ -111,13 +114,14 @@ class Forwarding(DynamicCache):
         with store.lock:
             write(store, plan, layer, key_states, value_states)
         plan.updated.add(layer)
+        self._asked = False
         return self._result(plan, layer, key_states, value_states, "kwargs" in kwargs)
 
-    def _refuse_layer(self, layer_idx: int) -> None:
-        """A deeper model than the cache's own: what it wrote of this forward is taken back."""
+    def _refuse(self, error: TieredKVError) -> None:
+        """Raise an error, and take back what was written of this forward."""
         if self._place.store is not None and self._place.holder is not None:
             self._take_back(self._place.store, self._place.holder)
-        raise no_such_layer(layer_idx, len(self.layers))
+        raise error
 
     def _result(
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor, with_keywords: bool
@@ -136,8 +140,12 @@ class Forwarding(DynamicCache):
     def _gather(
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
-            k, v = gather(self._place.need_store(), placed, layer, key, value)
+        try:
+            with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
+                k, v = gather(self._place.need_store(), placed, layer, key, value)
+        except BaseException:
+            plan.updated.discard(layer)  # a forward that fails in its last layer is to be taken back too
+            raise
         self._gather_peak_bytes = max(self._gather_peak_bytes, k.nbytes + v.nbytes)
         return k, v
 
@@ -147,15 +155,17 @@ class Forwarding(DynamicCache):
         plan = holder.plan
         if plan is not None and layer not in plan.updated and (plan.rows, plan.new) == (rows, new):
             return plan
+        if plan is not None and layer in plan.updated and len(plan.updated) < len(self._tiered) and not self._asked:
+            self._refuse(refusals.layer_again(self._tiered[layer]))
         self._finish()
         if holder.table.rows and len(holder.table) != rows:
-            raise MismatchError(
-                "Another number of batch rows than the cache holds.",
-                wanted=len(holder.table),
-                got=rows,
-                change="reset the cache, or batch_repeat_interleave / batch_select_indices it first",
-            )
+            raise refusals.other_rows(len(holder.table), rows)
         self._positions.check(kwargs.get("kwargs"), holder.tokens, new)
+        self._broken = self._broken or self._others.out_of_step(holder.tokens, new)
+        self._check_usable()
+        self._selected = seam.implementation_of(self._attachment.config) == seam.NAME
+        if not self._selected:
+            refuse_dropped(store)
         try:
             if not holder.table.rows:
                 holder.table.rows = [[] for _ in range(rows)]
@@ -167,7 +177,7 @@ class Forwarding(DynamicCache):
             if not holder.tokens:
                 self._empty()
             raise
-        self._selected = seam.implementation_of(self._attachment.config) == seam.NAME
+        self._states.planned()
         store.counters.begin_forward(new, rows)
         self._positions.accept()
         if plan.chunks:
@@ -175,11 +185,7 @@ class Forwarding(DynamicCache):
         return plan
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Same as transformers'; refuses when the last forward stopped between linear and tiered layers.
-
-        Raises:
-            MismatchError: it did, and a state cannot be rolled back.
-        """
+        """Same as transformers'; MismatchError where the last forward broke off, as a state cannot go back."""
         self._watch_state(("conv", layer_idx, state_idx))
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
@@ -191,65 +197,70 @@ class Forwarding(DynamicCache):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def _watch_state(self, state: tuple[str, int, int]) -> None:
-        if self._tiered and self._states.begins_forward(state):
+        plan = None if self._place.holder is None else self._place.holder.plan
+        is_over = plan is not None and len(plan.updated) == len(self._tiered)
+        begins = self._states.begins_forward(state, first=self._first, is_open=plan is not None, is_over=is_over)
+        if self._tiered and begins:
             self._finish()
-            if self._states.broke_off(self._forwards):
+            if self._states.start(state):
                 self._broken = f"the linear-attention state of layer {state[1]} went ahead in a forward that broke off"
-                self._check_usable()
+            self._check_usable()
 
     def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """A layer that is not tiered is updated first: plan now, so that a refusal comes before any write."""
-        holder = self._place.holder
-        first = not any(i < layer_idx for i in self.attention_layers())
-        if first and holder is None and self._tiered:
-            # What is there is left over from a forward that stopped before the first tiered layer.
-            self._others.reset()
-        if holder is None or self._place.store is None or not self._tiered or key.shape[-2] == 0:
+        if layer_idx != self._first or not self._tiered or key.shape[-2] == 0:
             return
-        if first:
+        if self._place.holder is None:
+            # What is there is left over from a forward that stopped before the first tiered layer.
+            self._others.reset_windows()
+        elif self._place.store is not None:
             self._finish()
             self._plan(-1, key.shape[0], key.shape[-2], kwargs)
 
-    def attention_layers(self) -> list[int]:
-        """Indices of the layers that are updated with keys and values, tiered or not."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
-
     def _finish(self) -> None:
-        """End the forward that is open: it counts if every tiered layer has its tokens, else it is taken back."""
+        """End the forward that is open: it counts if it came to every layer, else it is taken back."""
         self._check_usable()
         holder, store = self._place.holder, self._place.store
         if holder is None or store is None or holder.plan is None:
             return
-        if len(holder.plan.updated) < len(self._tiered):
+        if not self._is_whole(holder):
             self._take_back(store, holder)
             return
         try:
             self._ways.end_forward()
+            self._states.end(holder.plan)
             planner.commit(store, holder)
-            self._forwards += 1
             self._others.forget()
         except Exception:
             self._take_back(store, holder)
             raise
+
+    def _is_whole(self, holder: Holder) -> bool:
+        """Whether the forward that is open came to all layers that keep something of it."""
+        plan = holder.plan
+        if plan is not None and self._whole is not plan and len(plan.updated) == len(self._tiered):
+            in_step = self._others.have(holder.tokens + plan.new)
+            self._whole = plan if in_step and self._states.came_to(self._others.linear, plan) else None
+        return plan is not None and self._whole is plan
 
     def _take_back(self, store: BlockStore, holder: Holder) -> None:
         """The forward that is open did not happen."""
         planner.rollback(store, holder)
         self._ways.forget_forward()
         self._positions.take_back()
+        self._states.take_back()
         self._broken = self._others.roll_back(holder.tokens)
 
     def _check_claims(self) -> None:
         """Raises HandleError when the last layer's attention did not use its handle."""
         try:
             self._ways.check_claims()
-        except HandleError:
-            if self._place.store is not None and self._place.holder is not None:
-                self._take_back(self._place.store, self._place.holder)
-            raise
+        except HandleError as unclaimed:
+            self._refuse(unclaimed)
 
-    def handle_arrived(self, handle: Handle, reason: str | None) -> None:
-        """The attention function got a handle; see `Ways.arrived`."""
+    def handle_arrived(self, handle: Handle, reason: str | None, mask: torch.Tensor | None) -> None:
+        """The attention function got a handle, and perhaps a mask that is a tensor; see `Ways.arrived`."""
+        handle.mask = mask
         self._ways.arrived(handle, reason)
 
     # ---- lengths and masks
@@ -259,17 +270,18 @@ class Forwarding(DynamicCache):
         if layer_idx is not None and layer_idx not in self._index:
             return int(super().get_seq_length(layer_idx))
         if not self._tiered:
-            return int(super().get_seq_length(0))
+            return int(super().get_seq_length(0)) if self._first >= 0 else 0
         return self._length(layer_idx)
 
     def _length(self, layer_idx: int | None = None) -> int:
+        self._asked = True
         holder = self._place.holder
         if holder is None:
             return 0
         plan = holder.plan
         if plan is None:
             return holder.tokens
-        whole = len(plan.updated) == len(self._tiered) if layer_idx is None else self._index[layer_idx] in plan.updated
+        whole = self._is_whole(holder) if layer_idx is None else self._index[layer_idx] in plan.updated
         return holder.tokens + (plan.new if whole else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -298,10 +310,55 @@ class Forwarding(DynamicCache):
 
     # ---- the store
 
+    def ended(self) -> Tenancy:
+        """End the forward that is open; then the cache's place in its store."""
+        self._finish()
+        return self._place
+
+    def joins_step(self) -> Tenancy:
+        """A token will come together with those of other caches (see StepCache): the forward before it ends."""
+        self._finish()
+        self._positions.forget()
+        return self._place
+
+    @property
+    def place(self) -> Tenancy:
+        """The cache's place in its store."""
+        return self._place
+
+    def move_in(self, shared: SharedStore, watch: TokenWatch | None) -> Tenancy:
+        """Before the first forward: the cache's blocks are to lie in a store that several caches share."""
+        self._place.shared, self.watch = shared, watch
+        return self._place
+
+    @property
+    def ways(self) -> Ways:
+        """How attention gets K and V of each layer, as far as that is known: a copy."""
+        return self._ways.copy()
+
+    @ways.setter
+    def ways(self, ways: Ways) -> None:
+        self._ways = ways.copy()
+
+    def expand(self, rows: int) -> None:
+        """A prefix that the cache was given for some rows serves the copies that generation makes of them."""
+        chosen = self._place.expand(rows)
+        if chosen is not None and self.watch is not None:
+            self.watch.select(chosen)
+
+    @property
+    def model_config(self) -> Any:
+        """The config of the model's decoder."""
+        return self._attachment.config
+
     def attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
         """One layer's attention in an open forward, for the attention function; see `Engine.attend`."""
-        with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
-            return self.engine.attend(placed, call)
+        try:
+            with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
+                return self.engine.attend(placed, call)
+        except BaseException:
+            plan.updated.discard(call.layer)  # as in `_gather`
+            raise
 
     @property
     def engine(self) -> Engine:
@@ -311,19 +368,14 @@ class Forwarding(DynamicCache):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("The cache is closed.", wanted="an open cache", got="closed", change="make a new one")
+            raise refusals.closed()
         if self._place.store is not None:
             self._place.store.check_usable()
 
     def _check_usable(self) -> None:
         self._check_open()
         if self._broken is not None:
-            raise MismatchError(
-                "The cache's layers no longer agree.",
-                wanted="layers of one length",
-                got=self._broken,
-                change="cache.reset() and prefill again",
-            )
+            raise refusals.out_of_step(self._broken)
 
     def _empty(self) -> None:
         """Drop every token."""
@@ -334,6 +386,6 @@ class Forwarding(DynamicCache):
             with self._place.store.lock:
                 planner.rollback(self._place.store, self._place.holder)
                 self._place.holder.table.clear()
-                self._place.holder.tokens = 0
+                self._place.holder.tokens, self._place.holder.exact_tokens = 0, None
         self._positions.forget()
         self._others.reset()

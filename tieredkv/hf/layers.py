@@ -9,12 +9,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from tieredkv.plan import ForwardPlan
 
 if TYPE_CHECKING:
     from tieredkv.hf.forwarding import Forwarding
+    from tieredkv.hf.step import StepCache
 
 HANDLE = "_tieredkv_handle"
 """Name of the attribute by which K and V carry their handle from `update` to the attention function."""
@@ -26,17 +27,20 @@ class Handle:
     It travels on the tensors themselves, so that it arrives exactly when the model passes both on untouched.
 
     Args:
-        cache: weak reference to the cache.
+        cache: weak reference to the cache, or to the step of several.
         layer: tiered layer.
         plan: the forward.
         full: the tensors are all of the layer's K and V, so that any attention is right over them.
     """
 
-    __slots__ = ("cache", "claimed", "full", "layer", "plan")
+    __slots__ = ("cache", "claimed", "full", "layer", "mask", "plan")
 
-    def __init__(self, cache: weakref.ref[Forwarding], layer: int, plan: ForwardPlan, full: bool) -> None:
+    def __init__(
+        self, cache: weakref.ref[Forwarding] | weakref.ref[StepCache], layer: int, plan: ForwardPlan, full: bool
+    ) -> None:
         self.cache, self.layer, self.plan, self.full = cache, layer, plan, full
         self.claimed = False
+        self.mask: torch.Tensor | None = None  # what attention was given, where it was a tensor already
 
     def attach(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send the handle with both tensors. They hold the handle, and it holds neither of them."""
@@ -149,3 +153,66 @@ class TieredLayer(DynamicLayer):
 
     def _refuse_alone(self, method: str) -> None:
         raise AttributeError(f"call {method} on the cache, not on one of its layers")
+
+
+class TieredLayerBeside(TieredLayer):
+    """A tiered layer that keeps more than K and V, as sparse attention keeps the keys of its indexer.
+
+    Args:
+        cache: the cache.
+        layer_idx: layer of the model.
+        beside: transformers' own layer, whose K and V stay empty: what models ask of it beyond those, it answers.
+    """
+
+    def __init__(self, cache: Forwarding, layer_idx: int, beside: Any) -> None:
+        self.beside = beside
+        super().__init__(cache, layer_idx)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "beside" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.beside, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        beside = self.__dict__.get("beside")
+        if beside is not None and name in vars(beside) and not hasattr(type(self), name):
+            setattr(beside, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether everything beside K and V can go back."""
+        return bool(self.beside.is_croppable)
+
+
+# The two bases disagree in transformers' own layers of both kinds too.
+class TieredLinearLayer(TieredLayerBeside, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """A layer with full attention and a linear state: K and V are tiered, the state stays on the device."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """As transformers' layer does it."""
+        updated: torch.Tensor = self.beside.update_conv_state(conv_states, state_idx, **kwargs)
+        return updated
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """As transformers' layer does it."""
+        updated: torch.Tensor = self.beside.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return updated
+
+    def activate_past_recording(self) -> None:
+        """As transformers' layer does it."""
+        self.beside.activate_past_recording()
+
+
+def is_tierable(layer: Any) -> bool:
+    """Whether a layer of transformers' cache keeps K and V of every token, as a plain full-attention layer does."""
+    return isinstance(layer, DynamicLayer) and type(layer).update is DynamicLayer.update
+
+
+def tiered_layer(cache: Forwarding, layer_idx: int, layer: Any) -> TieredLayer:
+    """What takes the place of a layer of transformers' cache."""
+    if type(layer) is DynamicLayer:
+        return TieredLayer(cache, layer_idx)
+    kind = TieredLinearLayer if isinstance(layer, LinearAttentionCacheLayerMixin) else TieredLayerBeside
+    return kind(cache, layer_idx, layer)

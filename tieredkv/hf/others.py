@@ -1,18 +1,25 @@
-"""The layers of a cache that are not tiered: sliding windows, linear states, placeholders. Transformers' own layers.
+"""What a cache keeps that is not tiered: sliding windows, linear states, placeholders, and what a tiered layer keeps
+beside its K and V. Transformers' own layers.
 
-They bound their own memory (a window, a state), so they stay on the device. What the cache must do is keep them in
-step with the tiered layers.
+They bound their own memory (a window, a state) or are thin (an indexer's keys), so they stay on the device. What the
+cache must do is keep them in step with the tiered layers.
 
-Imports: transformers.
+Imports: errors, plan; transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+from tieredkv.errors import MismatchError
+from tieredkv.plan import ForwardPlan
+
+_BESIDE = {"indexer_keys": 1, "indexer_position_ids": 2, "idx_keys": 2}
+"""Tensors that layers keep beside K and V, one entry for each token, and the dimension of the tokens."""
 
 
 class OtherLayers:
@@ -54,9 +61,12 @@ class OtherLayers:
         hidden = max(tokens - layer.sliding_window + 1, 0)
         return tokens - hidden + query_length, hidden
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.layers.values())
+
     def each(self, call: Callable[[Any], object]) -> None:
         """Do something to every layer that can."""
-        for layer in self.layers.values():
+        for layer in self:
             call(layer)
 
     def reset(self) -> None:
@@ -64,8 +74,28 @@ class OtherLayers:
         self.each(lambda layer: layer.reset())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens, as transformers' `crop` counts them."""
-        self.each(lambda layer: layer.crop(tokens_to_remove))
+        """Remove tokens, as transformers' `crop` counts them, from all layers or from none.
+
+        Raises:
+            RuntimeError: a window or a state has moved on, and its past was not recorded (`activate_past_recording`).
+            MismatchError: a recurrent state, which never can go back.
+        """
+        before = [(layer, {k: dict(v) if isinstance(v, dict) else v for k, v in vars(layer).items()}) for layer in self]
+        try:
+            for layer_idx, layer in self.layers.items():
+                if tokens_to_remove and any(getattr(layer, "is_recurrent_states_initialized", {}).values()):
+                    raise MismatchError(
+                        f"The recurrent state of layer {layer_idx} cannot go back.",
+                        wanted="a cache whose is_croppable is True",
+                        got=f"crop({tokens_to_remove})",
+                        change="reset the cache and prefill what is to stay, or copy the cache (deepcopy) in time",
+                    )
+                if _has_tokens(layer):
+                    layer.crop(tokens_to_remove)
+        except Exception:
+            for layer, state in before:
+                vars(layer).update(state)
+            raise
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
         """Reorder rows."""
@@ -95,11 +125,44 @@ class OtherLayers:
                 continue
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 return f"the linear-attention state of layer {layer_idx} may have gone ahead"
-            if isinstance(layer, DynamicLayer) and (ahead := layer.get_seq_length() - tokens) > 0:
+            for name, dim, beside in _tensors_beside(layer):
+                setattr(layer, name, beside.narrow(dim, 0, min(tokens, beside.shape[dim])))
+            if (
+                isinstance(layer, DynamicLayer)
+                and not _is_cross(layer)
+                and (ahead := layer.get_seq_length() - tokens) > 0
+            ):
                 try:
                     layer.crop(-ahead)
                 except RuntimeError as failure:
                     return f"layer {layer_idx} cannot be rolled back: {failure}"
+        return None
+
+    def have(self, tokens: int) -> bool:
+        """Whether every sliding layer has seen so many tokens."""
+        windows = (layer for layer in self if isinstance(layer, DynamicSlidingWindowLayer))
+        return all(layer.cumulative_length == tokens for layer in windows)
+
+    @property
+    def linear(self) -> dict[int, Any]:
+        """Layers that hold a linear state."""
+        return {i: layer for i, layer in self.layers.items() if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+    def reset_windows(self) -> None:
+        """Empty sliding layers, and leave the linear states that some of them hold too."""
+        for layer in self:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                DynamicSlidingWindowLayer.reset(layer)
+
+    def out_of_step(self, tokens: int, new: int) -> str | None:
+        """Why what is kept beside K and V does not fit a cache of `tokens` tokens as a forward begins, or None.
+
+        A forward may have added its `new` tokens there before it came to the first tiered layer.
+        """
+        for layer_idx, layer in self.layers.items():
+            for name, dim, beside in _tensors_beside(layer):
+                if beside.shape[dim] not in (tokens, tokens + new):
+                    return f"{name} of layer {layer_idx} went ahead in a forward that broke off"
         return None
 
     @property
@@ -113,32 +176,100 @@ class OtherLayers:
         return total
 
 
-class StateWatch:
-    """Notices that a forward updated linear-attention states and then broke off: such states cannot go back.
+def _tensors_beside(layer: Any) -> list[tuple[str, int, torch.Tensor]]:
+    """(name, dimension of the tokens, tensor) of what a layer keeps beside K and V."""
+    held = vars(layer)
+    return [(name, dim, held[name]) for name, dim in _BESIDE.items() if isinstance(held.get(name), torch.Tensor)]
 
-    A forward updates each state once, so a state that comes a second time begins the next forward.
+
+def _is_cross(layer: Any) -> bool:
+    """Whether a layer holds K and V of another sequence: with those of the text a plain layer would be tiered."""
+    return type(layer) is DynamicLayer
+
+
+def _has_tokens(layer: Any) -> bool:
+    """Whether there is something of the text that a crop could remove; transformers' own crop fails on empty layers."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not any(layer.is_conv_states_initialized.values()):
+        return False
+    empty = isinstance(layer, DynamicSlidingWindowLayer) and not layer.is_initialized
+    return not empty and not _is_cross(layer)
+
+
+def _has_state(layer: Any) -> bool:
+    """Whether a linear layer was ever updated."""
+    return any(layer.has_previous_state.values()) or any(layer.is_recurrent_states_initialized.values())
+
+
+class StateWatch:
+    """Knows which linear states the forward that is open has updated, and notices one that broke off.
+
+    States before the model's first attention come before a forward is planned, and begin it. A state cannot go back.
     """
 
     def __init__(self) -> None:
         self._updated: set[tuple[str, int, int]] = set()
-        self._broke_off = False
-        self._forwards = 0
+        self._ended = False  # the forward that they belong to
+        self._taken_back = False
+        self._lead: bool | None = None  # whether states of the layer with the first attention come before that
+        self._told_of_one: set[int] | None = None
 
-    def begins_forward(self, state: tuple[str, int, int]) -> bool:
-        """Note an update; whether it is the first of a forward. Then ask `broke_off`, once."""
-        if self._updated and state not in self._updated:
-            self._updated.add(state)
-            return False
-        self._broke_off = bool(self._updated)
-        self._updated = {state}
-        return True
-
-    def broke_off(self, forwards: int) -> bool:
-        """Whether the forward before the one that begins now did not come to its end.
+    def begins_forward(self, state: tuple[str, int, int], *, first: int, is_open: bool, is_over: bool) -> bool:
+        """Note an update; if it begins a forward while another is not ended, end that one and then call `start`.
 
         Args:
-            forwards: how many forwards the cache has completed so far.
+            state: its kind, its layer and its number there.
+            first: the model's first layer with attention.
+            is_open: a forward was planned and is not ended.
+            is_over: its attention is done in every layer.
         """
-        broke_off, self._broke_off = self._broke_off and forwards == self._forwards, False
-        self._forwards = forwards
+        if state[1] == first and self._lead is None:
+            self._lead = not is_open
+        if state[1] < first or (state[1] == first and self._lead):
+            if self._ended:
+                self._updated, self._ended = set(), False
+            elif state in self._updated or (is_open and (state[1] < first or is_over)):
+                return True
+        self._updated.add(state)
+        return False
+
+    def start(self, state: tuple[str, int, int]) -> bool:
+        """A state begins a forward; whether the one before broke off, after it had updated states."""
+        broke_off = bool(self._updated) and not self._ended
+        self._updated, self._ended, self._taken_back = {state}, False, False
         return broke_off
+
+    def planned(self) -> None:
+        """Attention begins a forward, or goes on with one that states have begun."""
+        if self._ended or self._taken_back:
+            self._updated, self._ended = set(), False
+        self._taken_back = False
+
+    def came_to(self, layers: dict[int, Any], plan: ForwardPlan) -> bool:
+        """Whether the forward that is open has updated these linear layers.
+
+        For a single token many models update a convolution's state in place, and nobody is told: there the layers that
+        were told of in the first such forward have to be told of again.
+
+        Args:
+            layers: the linear layers.
+            plan: the forward.
+        """
+        updated = self._layers()
+        if plan.new == 1 and plan.past:
+            return self._told_of_one is None or self._told_of_one <= updated
+        if not updated:  # the cache was restored as a whole
+            return all(_has_state(layer) for layer in layers.values())
+        return layers.keys() <= updated
+
+    def end(self, plan: ForwardPlan) -> None:
+        """A forward came to its end."""
+        self._ended = True
+        if plan.new == 1 and plan.past and self._told_of_one is None:
+            self._told_of_one = self._layers()
+
+    def take_back(self) -> None:
+        """The forward that is open did not happen. Models read a state before they update it: too late to empty it."""
+        self._taken_back = True
+
+    def _layers(self) -> set[int]:
+        return {layer_idx for _, layer_idx, _ in self._updated}

@@ -2,9 +2,9 @@
 
 A prompt that is fed a second time, because the cache already covers it, gives wrong text without an error. The
 positions arrive with `update` from transformers 5.24 on. Refused is only what cannot be right: in every row the last
-new position is not above the last stored one, or is farther ahead than there are new tokens. (A row that finished
-early leaves masked tokens behind, and later continues at a lower position: right, so one such row excuses nothing but
-one row that continues excuses the batch.)
+new position is not above the last stored one, or is farther ahead than there are new tokens, or consecutive positions
+begin at or below the last stored one. (A row that finished early leaves masked tokens behind, and later continues at a
+lower position: right, so one such row excuses nothing but one row that continues excuses the batch.)
 
 Imports: errors.
 """
@@ -26,6 +26,7 @@ class Positions:
         self._last: torch.Tensor | None = None  # [rows]
         self._next: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
+        self._lost: torch.Tensor | None = None  # of the forward that was taken back
         self.exempt = 0
 
     def check(self, keywords: Any, past: int, new: int) -> None:
@@ -37,13 +38,15 @@ class Positions:
             new: tokens the forward adds.
 
         Raises:
-            PositionError: they do not continue the cache in any row.
+            PositionError: they do not continue the cache in any row, or continue a forward that was taken back.
         """
         self._next = None
         positions = keywords.get("position_ids") if isinstance(keywords, dict) else None
         if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] != new:
             self.exempt += 1
             return
+        if not past:
+            self._check_lost(positions)
         if new == 1 and positions.device.type != "cpu":
             # Looking would make the host wait for the device at every token; the fault shows in prefills.
             self._next = None
@@ -52,23 +55,40 @@ class Positions:
         last = self._last
         if last is not None and past:
             step = following - last
-            if bool(((step <= 0) | (step > new)).all()):
+            wrong = (step <= 0) | (step > new)
+            if new > 1:
+                consecutive = (positions.diff() == 1).all(1)
+                wrong |= consecutive & (positions[:, 0] <= last)
+            if bool(wrong.all()):
                 raise PositionError(
                     "The positions of this forward do not continue the cache.",
-                    wanted=f"{new} new tokens ending above position {last.tolist()}, at most {new} further",
-                    got=f"last new position {following.tolist()} with {past} tokens stored",
+                    wanted=f"{new} new tokens from above position {last.tolist()} on, ending at most {new} further",
+                    got=f"positions {positions[:, 0].tolist()} to {following.tolist()} with {past} tokens stored",
                     change="if the cache already covers the prompt, crop it by one token first (cache.crop(-1)) or "
-                    "pass only the new tokens; if it holds another text, reset it",
+                    "pass only the new tokens (use_cache=False passes all of them each time); if it holds another "
+                    "text, reset it",
                 )
         self._next = following
 
+    def _check_lost(self, positions: torch.Tensor) -> None:
+        """A forward that ended without an error and was still taken back came from a model with fewer layers."""
+        lost = self._lost
+        if lost is not None and lost.shape[0] == positions.shape[0] and bool((positions[:, 0] == lost + 1).all()):
+            raise PositionError(
+                "This forward continues one that did not reach every layer of the cache, and was taken back.",
+                wanted="positions from 0 on, as the cache is empty",
+                got=f"positions from {positions[:, 0].tolist()} on",
+                change="use one cache per model (this one may have fewer layers than the cache); after an interrupt "
+                "feed the whole prompt again",
+            )
+
     def accept(self) -> None:
         """The forward was planned: its last positions are the row's last ones."""
-        self._before, self._last, self._next = self._last, self._next, None
+        self._before, self._last, self._next, self._lost = self._last, self._next, None, None
 
     def take_back(self) -> None:
         """The forward was rolled back."""
-        self._last, self._before = self._before, None
+        self._last, self._before, self._lost = self._before, None, self._last
 
     def cropped(self, tokens: int) -> None:
         """The last `tokens` tokens of each row went away."""
@@ -84,4 +104,4 @@ class Positions:
 
     def forget(self) -> None:
         """The cache is empty."""
-        self._last = self._next = self._before = None
+        self._last = self._next = self._before = self._lost = None

@@ -12,11 +12,12 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
+from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -24,7 +25,7 @@ from tieredkv.attention.engine import LayerCall
 from tieredkv.attention.lse import merge
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.plain import plain
-from tieredkv.errors import HandleError, TrainingModeError
+from tieredkv.errors import HandleError, MismatchError, TrainingModeError, UnsupportedModelError
 from tieredkv.hf.layers import Handle
 
 NAME = "tieredkv"
@@ -47,7 +48,10 @@ def outside_graphs(function: F) -> F:
         finally:
             set_eval_frame(before)
 
-    call.__dict__["_torchdynamo_disable"] = True
+    call.__dict__["_torchdynamo_disable"] = True  # not traced into
+    # Nor, where a graph broke before it, traced as a frame of its own.
+    wrapper = cast(FunctionType, call)
+    set_code_exec_strategy(wrapper.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return cast(F, call)
 
 
@@ -75,6 +79,11 @@ HARMLESS = frozenset(
     }
 )
 """Keywords whose tensors say nothing that attention over blocks does not know already."""
+
+
+FOREIGN = ("block_indices", "indices", "sinks")
+"""Keywords that change the result and that neither SDPA nor ours knows: the keys that sparse attention chose, where the
+model makes no mask of them, and sinks that depend on the query."""
 
 
 @outside_graphs
@@ -116,9 +125,11 @@ def attention(
     mask = attention_mask
     if isinstance(mask, torch.Tensor):
         mask = TensorMask(mask)
-    reason = _why_not_blocks(handle, module, query, mask, kwargs)
     handle.claimed = True
-    cache.handle_arrived(handle, reason)
+    _check_model(cache.model_config, module)
+    _check_mask(handle, mask)
+    reason = _why_not_blocks(handle, module, query, mask, kwargs)
+    cache.handle_arrived(handle, reason, attention_mask if isinstance(attention_mask, torch.Tensor) else None)
     if reason is not None and not handle.full:
         raise _changed(reason)
     if reason is not None or (handle.full and handle.plan.past):
@@ -136,6 +147,32 @@ def attention(
     return cache.attend(handle.plan, call).transpose(1, 2).contiguous(), None
 
 
+def _check_model(config: Any, module: torch.nn.Module) -> None:
+    """Refuse a model of another depth than the cache's: its forwards would look as if they had broken off."""
+    theirs = getattr(module, "config", None)
+    if theirs is config or theirs is None:
+        return
+    layers, wanted = getattr(theirs, "num_hidden_layers", None), getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and isinstance(wanted, int) and layers != wanted:
+        raise MismatchError(
+            "A model of another depth than the one that the cache was made for.",
+            wanted=f"{wanted} layers",
+            got=f"{layers} layers",
+            change="use one cache per model",
+        )
+
+
+def _check_mask(handle: Handle, mask: Any) -> None:
+    """Refuse a mask that ends before the new tokens do: transformers would hide them from everything."""
+    if isinstance(mask, MaskSpec) and mask.padding is not None and mask.padding.shape[-1] < handle.plan.total:
+        raise MismatchError(
+            "The attention mask is shorter than the cache with the new tokens.",
+            wanted=f"{handle.plan.total} columns: {handle.plan.past} stored tokens and {handle.plan.new} new ones",
+            got=f"{mask.padding.shape[-1]} columns",
+            change="pass a mask for the whole text, or none where nothing is padded",
+        )
+
+
 def _changed(reason: str) -> HandleError:
     return HandleError(
         "Attention over blocks cannot serve a layer that it has served before.",
@@ -151,7 +188,8 @@ def _why_not_blocks(
     """The reason why this call cannot be served over blocks, or None."""
     if query.shape[2] != handle.plan.new or query.shape[0] != handle.plan.rows:
         return "queries and new keys differ in number (cross-attention)"
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+    causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
+    if mask is None and not causal:
         return "attention that is not causal"
     if mask is not None and not isinstance(mask, MaskSpec | TensorMask):
         return f"a mask of type {type(mask).__name__}"
@@ -175,10 +213,24 @@ def plain_attention(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention over whole K and V, [rows, q, heads, v_dim]: SDPA, or the plain formula for softcap and sinks."""
+    """Attention over whole K and V, [rows, q, heads, v_dim]: SDPA, or the plain formula for softcap and sinks.
+
+    Raises:
+        UnsupportedModelError: the model leaves work to its attention that ours would not do.
+    """
+    for name in FOREIGN:
+        if isinstance(kwargs.get(name), torch.Tensor):
+            raise UnsupportedModelError(
+                f"The model leaves work to its attention implementation that {NAME!r} would not do.",
+                wanted="one of the implementations that the model's class supports",
+                got=f"{NAME!r}, and the keyword {name!r}",
+                change='model.set_attn_implementation("sdpa") or "eager"; TieredCache then gathers',
+            )
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sinks is None:
         mask = attention_mask.sdpa() if isinstance(attention_mask, MaskSpec) else attention_mask
+        if mask is None and isinstance(attention_mask, MaskSpec) and not getattr(module, "is_causal", True):
+            mask = attention_mask.materialise_bool()  # SDPA would look at the module, and see nothing to hide
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
     bias = attention_mask.materialise_bool() if isinstance(attention_mask, MaskSpec) else attention_mask
     causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
@@ -236,6 +288,12 @@ def passes_kwargs_to_update() -> bool:
     from transformers.models.llama import modeling_llama
 
     return "kwargs=kwargs" in inspect.getsource(modeling_llama.LlamaAttention.forward)
+
+
+def is_placeholder(layer: Any) -> bool:
+    """Whether a layer of transformers' cache holds nothing; before transformers 5.24 there is no such layer."""
+    kind = getattr(cache_utils, "DummyLayer", None)
+    return kind is not None and isinstance(layer, kind)
 
 
 def implementation_of(config: Any) -> str | None:

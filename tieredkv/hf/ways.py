@@ -19,6 +19,8 @@ logger = logging.getLogger("tieredkv")
 
 UNTOUCHED = "the attention function did not get the layer's key and value untouched"
 
+OWN_MASK = "each layer makes a mask of its own, which may depend on all keys and values"
+
 
 class Ways:
     """The way of each tiered layer of one cache.
@@ -76,8 +78,15 @@ class Ways:
 
     def arrived(self, handle: Handle, reason: str | None) -> None:
         """The attention function saw the handle; `reason` is why blocks cannot serve its call, or None."""
-        if self._ways[handle.layer] == "unknown":
-            self._choose(handle.layer, "blocks" if reason is None else "gather", reason)
+        if self._ways[handle.layer] != "unknown":
+            return
+        self._choose(handle.layer, "blocks" if reason is None else "gather", reason)
+        # One mask for all layers comes from the user. One for each was made of the keys or values at hand, which over
+        # blocks would be the new ones alone.
+        others = [earlier for earlier in self._handles if earlier.mask is not None and earlier.mask is not handle.mask]
+        if handle.mask is not None and others:
+            for own in (*others, handle):
+                self._choose(own.layer, "gather", OWN_MASK)
 
     def check_claims(self) -> None:
         """Refuse to go on when the last layer's attention cannot have been right.

@@ -15,18 +15,19 @@ import dataclasses
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tieredkv.block import Block, LayerGeometry
 from tieredkv.block_table import BlockTable
 from tieredkv.codecs import get_codec
-from tieredkv.config import CacheSettings
+from tieredkv.config import CacheSettings, Size
 from tieredkv.device import LEDGER, Device, Event
 from tieredkv.errors import BudgetError, ClosedError, TieredKVError
-from tieredkv.placement import Candidate, leaving_order
-from tieredkv.plan import ForwardPlan
+from tieredkv.placement import Candidate, leaving, leaving_order
+from tieredkv.plan import ForwardPlan, Visibility
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.stats import Counters
 from tieredkv.store.moves import LOWER, MoveQueue
@@ -35,6 +36,9 @@ from tieredkv.tiers import Tier
 from tieredkv.transfer import Mover, read_regions
 
 __all__ = ["LOWER", "BlockStore", "Holder"]
+
+_UNUSED_TOKENS = 2**62
+"""The distance from the end of a row of what is in no row: such blocks leave hot first."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +52,12 @@ class Holder:
         last_access: number of its last forward.
         plan: the forward that is under way, or None.
         seen_version: changes whenever the table does.
+        merged: leading blocks of the rows that were compared with each other.
+        exact_tokens: with a lossy codec, leading tokens that were computed from exact K and V alone; None for all.
+        keeps: not a cache, but what keeps blocks for later ones.
+        number: of the holder in its store.
+        quota_slots: hot slots for the blocks that it alone holds, or None for no limit.
+        moves_left: blocks that may be copied down ahead of need; grows with each of its forwards.
     """
 
     table: BlockTable
@@ -56,6 +66,21 @@ class Holder:
     last_access: int = 0
     plan: ForwardPlan | None = None
     seen_version: int = 0
+    merged: int = 0
+    exact_tokens: int | None = None
+    keeps: bool = False
+    number: int = 0
+    quota_slots: int | None = None
+    moves_left: int = 0
+
+    def own_hot_slots(self) -> int:
+        """Hot slots of blocks that nobody else holds."""
+        entries = Counter(block.id for row in self.table for block in row if block.hot is not None)
+        return sum(entries[block.id] == block.refs for block in self.table.blocks())
+
+    def surplus(self, more: int) -> int:
+        """How many of its own blocks have to leave hot so that `more` come within its quota; negative with room."""
+        return -more if self.quota_slots is None else self.own_hot_slots() + more - self.quota_slots
 
 
 class BlockStore(MoveQueue):
@@ -89,6 +114,9 @@ class BlockStore(MoveQueue):
         self.written: set[int] = set()
         self.block_size = settings.block_size
         self.codec = get_codec(settings.codec)
+        self.visibility: Visibility | None = None
+        if settings.beyond == "drop" and settings.window is not None:
+            self.visibility = Visibility(settings.sink_blocks, settings.window, settings.block_size)
         self.counters = Counters(settings.log_moves)
         self.lock = device.lock()
         self.forwards = 0
@@ -104,9 +132,12 @@ class BlockStore(MoveQueue):
         self.prefetcher = Prefetcher(device, self.mover, ring, self.counters)
         self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.through: dict[int, list[Event]] = {}
+        self.decoded: set[int] = set()
+        self.give_up_kept: Callable[[int], int] | None = None
         self._used_hot: set[int] = set()
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ids = itertools.count()
+        self._numbers = itertools.count()
         self._pid = os.getpid()
         self._closed = False
 
@@ -114,14 +145,18 @@ class BlockStore(MoveQueue):
 
     def holder(self) -> Holder:
         """A new holder without rows."""
-        holder = Holder(BlockTable(self.block_size, self.release))
+        holder = Holder(BlockTable(self.block_size, self.release), number=next(self._numbers))
+        quota = self.settings.hot_quota
+        if quota is not None:
+            token_bytes = self.hot.slot_bytes // self.block_size
+            holder.quota_slots = Size.parse(quota).resolve(token_bytes, self.budget.rows) // self.hot.slot_bytes
         self.holders.add(holder)
         return holder
 
     def fork(self, holder: Holder) -> Holder:
         """A second holder of the same blocks; whoever writes into a shared block first copies it."""
         with self.lock:
-            twin = Holder(holder.table.fork(), holder.tokens, holder.priority, holder.last_access)
+            twin = dataclasses.replace(holder, table=holder.table.fork(), plan=None, number=next(self._numbers))
             self.holders.add(twin)
             return twin
 
@@ -172,10 +207,15 @@ class BlockStore(MoveQueue):
             self.device.run(zero, writes=[("hot", slot)], name="clean slot")
         self._used_hot.add(slot)
 
+    def note_hot_use(self, slots: Sequence[int]) -> None:
+        """Whole blocks are about to be written into these slots: they are cleaned before they hold less than that."""
+        self._used_hot.update(slots)
+
     def release(self, block: Block) -> None:
         """The last reference to a block went away: free its slots, now or when the copies that use them are done."""
         with self.lock:
             self.version += 1
+            self.decoded.discard(block.id)
             for event in self.through.pop(block.id, ()):
                 with contextlib.suppress(TieredKVError, OSError):
                     event.wait()
@@ -190,15 +230,21 @@ class BlockStore(MoveQueue):
         found: dict[int, Candidate] = {}
         for holder in self.holders:
             end = holder.plan.total if holder.plan is not None else holder.tokens
+            sinks = 0 if holder.keeps else self.settings.sink_blocks
             for row in holder.table:
                 for index, block in enumerate(row):
                     if block.hot is None or not block.sealed or block.id in protected:
                         continue
-                    distance = end - (index + 1) * self.block_size
+                    distance = _UNUSED_TOKENS if holder.keeps else end - (index + 1) * self.block_size
+                    last_access = block.last_access if holder.keeps else holder.last_access
+                    seen = Candidate(block, distance, last_access, holder.priority, holder.number, index < sinks)
                     old = found.get(block.id)
-                    if old is None or distance < old.distance:
-                        found[block.id] = Candidate(block, distance, holder.last_access, holder.priority)
+                    found[block.id] = seen if old is None else old.shared_with(seen)
         return list(found.values())
+
+    def reclaim(self, blocks: int) -> int:
+        """Free blocks that are kept for later caches and that none uses; returns how many went."""
+        return 0 if self.give_up_kept is None else self.give_up_kept(blocks)
 
     def leave_hot(self, blocks: Sequence[Block], reason: str) -> int:
         """Make blocks leave hot, and return how many did: those without a copy below are copied first.
@@ -218,16 +264,17 @@ class BlockStore(MoveQueue):
                 left += 1
         return left
 
-    def make_room(self, slots: int, protected: set[int], window_tokens: int, reason: str) -> None:
-        """Free hot slots until `slots` are free.
+    def make_room(self, holder: Holder, slots: int, protected: set[int], reason: str) -> None:
+        """Free hot slots until `slots` are free for a holder and within its quota.
 
         Raises:
             BudgetError: not enough blocks can leave.
         """
         self.poll()
-        while (deficit := slots - self.hot.slots.free) > 0:
-            order = leaving_order(self.candidates(protected), window_tokens)
-            left = self.leave_hot([c.block for c in order[:deficit]], reason) if order else 0
+        while (deficit := slots - self.hot.slots.free) > 0 or (slots and holder.surplus(slots) > 0):
+            order = leaving_order(self.candidates(protected), self.budget.window_tokens)
+            chosen = leaving(order, holder.number, holder.surplus(slots), deficit)
+            left = self.leave_hot([c.block for c in chosen], reason) if chosen else 0
             if not left:
                 raise BudgetError(
                     "No room in hot for the blocks of this forward.",
@@ -254,6 +301,8 @@ class BlockStore(MoveQueue):
                 self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch)
 
         self._used_hot.add(slot)
+        if not self.codec.lossless:
+            self.decoded.add(block.id)
         self.device.up.submit(
             load,
             reads=read_regions([block]),

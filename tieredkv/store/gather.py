@@ -11,6 +11,7 @@ import torch
 
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store.blocks import BlockStore, Holder
+from tieredkv.store.dropping import refuse_dropped
 from tieredkv.store.reads import split_reads
 
 
@@ -25,7 +26,12 @@ def gather(
 
     Returns:
         [rows, kv_heads, total, k_dim] and [rows, kv_heads, total, v_dim], of their own.
+
+    Raises:
+        ConfigError: some of it is dropped, or is to be.
+        ChecksumError, ColdTierError: a block cannot be had.
     """
+    refuse_dropped(store)
     whole = _Whole(store, layer, plan.rows, plan.total, key.device)
     whole.add(plan.hot_runs, plan.warm_runs, plan.chunks)
     whole.k[:, :, plan.past :] = key
@@ -37,8 +43,11 @@ def read_layer(store: BlockStore, holder: Holder, layer: int, tokens: int) -> tu
     """The first `tokens` tokens of each row in a layer, read from the tiers.
 
     Raises:
+        ConfigError: some of it was dropped.
         ChecksumError, ColdTierError: a block cannot be had.
     """
+    if any(block.gone for block in holder.table.blocks()):
+        refuse_dropped(store)
     for block in holder.table.blocks():
         for event in store.through.get(block.id, ()):
             event.wait()

@@ -2,7 +2,7 @@
 
 The part of a store that the rest of it builds on.
 
-Imports: errors, block, device, tiers, transfer, prefetcher.
+Imports: errors, config, block, device, tiers, transfer, prefetcher.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from tieredkv.block import Block, LayerGeometry
+from tieredkv.config import CacheSettings
 from tieredkv.device import Device
-from tieredkv.errors import BudgetError, ColdTierError, TieredKVError
+from tieredkv.errors import BudgetError, ChecksumError, ColdTierError, TieredKVError
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.stats import Counters
 from tieredkv.tiers import Tier
@@ -26,6 +27,7 @@ LOWER = ("warm", "cold")
 class MoveQueue:
     """Moves of one store. The store sets what is declared here before it uses the rest."""
 
+    settings: CacheSettings
     layers: tuple[LayerGeometry, ...]
     device: Device
     counters: Counters
@@ -38,6 +40,7 @@ class MoveQueue:
         self.cold_failure: str | None = None
         self._moves: list[Move] = []
         self._moving: dict[int, Move] = {}
+        self.waiting: dict[int, int] = {}  # block id -> the forward from which on its copy ahead of need waits
 
     # ---- slots
 
@@ -117,13 +120,15 @@ class MoveQueue:
     # ---- moves
 
     def start_move(self, blocks: Sequence[Block], source: str, reason: str, targets: Sequence[str] = LOWER) -> None:
-        """Queue copies of sealed blocks to lower tiers.
+        """Queue copies of sealed blocks to lower tiers; waits for older ones while too many blocks are on their way.
 
         Raises:
             BudgetError: they do not fit.
         """
         if not blocks:
             return
+        while self._moves and len(self._moving) + len(blocks) > self.settings.queue_blocks:
+            self._apply(self._moves[0])
         if tuple(targets) == LOWER:
             places = self.take_lower(len(blocks))
         else:
@@ -187,11 +192,12 @@ class MoveQueue:
             self._lower_failed(move.target, failure)
 
     def _lower_failed(self, role: str, failure: Exception) -> None:
-        self.counters.failed(tier=1)
-        if role == "cold":
+        at_fault = failure.tier if isinstance(failure, ChecksumError) else role
+        if role == "cold" and at_fault == "cold":
             self.give_up_cold(failure)
-        else:
-            logger.warning("tieredkv: a copy to %s failed and its blocks stay hot: %s", role, failure)
+            return
+        self.counters.failed(tier=1)
+        logger.warning("tieredkv: a copy to %s failed and its blocks stay where they are: %s", role, failure)
 
     def give_up_cold(self, failure: Exception) -> None:
         """Stop writing to the cold tier; what it holds is still read."""

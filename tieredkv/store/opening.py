@@ -130,18 +130,25 @@ def _cap_bytes(cap: Size, settings: CacheSettings, layers: Sequence[LayerGeometr
 
 
 def _window(settings: CacheSettings, slots: int, rows: int) -> int:
+    """Most recent tokens that stay hot; 0 where the watermark alone decides."""
+    sinks = settings.sink_blocks
     if settings.window is None:
-        return fitting_window(slots, rows, settings.block_size)
-    needed = window_blocks(settings.window, settings.block_size) * max(rows, 1)
-    if needed > slots:
+        needed, window = sinks + 1, 0
+        if settings.placement != "watermark":
+            window = fitting_window(slots, rows, settings.block_size, sinks)
+    else:
+        needed, window = sinks + window_blocks(settings.window, settings.block_size), settings.window
+        needed += settings.beyond == "drop"  # see Visibility.droppable
+    if needed * max(rows, 1) > slots:
         raise BudgetError(
-            "The window that was asked for is larger than the hot tier.",
-            wanted=f"{needed} hot slots for window={settings.window} and {rows} rows",
+            "The window and sinks that were asked for are larger than the hot tier.",
+            wanted=f"{needed * max(rows, 1)} hot slots for window={settings.window}, sinks={settings.sinks},"
+            f" {rows} rows",
             got=f"{slots} slots beside the staging buffers",
-            change="enlarge hot=, a smaller window=, or fewer rows",
+            change="enlarge hot=, a smaller window= or sinks=, or fewer rows",
             tier="hot",
         )
-    return settings.window
+    return window
 
 
 def open_tiers(
@@ -178,11 +185,12 @@ def open_tiers(
             fingerprint=fingerprint,
             cap_bytes=budget.cold_bytes,
             free_floor_bytes=cold_settings.free_floor_bytes,
+            bounce=device.bounce,
         )
     warm = None
     if budget.warm_slots:
         pieces: Literal["one", "growing"] = "growing" if device.kind == "cuda" else "one"
-        warm = WarmTier(planes, budget.warm_slots, device.host_empty, pieces=pieces)
+        warm = WarmTier(planes, budget.warm_slots, device.host_empty, pieces=pieces, bounce=device.bounce)
     return HotTier(hot_planes, budget.hot_slots, empty), warm, cold
 
 

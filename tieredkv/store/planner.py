@@ -4,29 +4,26 @@
 leaves the cache as it was. `commit` makes the new tokens count, `rollback` drops them. Sealing and write-down wait for
 the next `begin`, after any crop, so that rejected candidates of speculation are never sealed.
 
-Imports: errors, block, block_table, placement, plan, store, reads.
+Imports: errors, block, block_table, placement, plan, store, dropping, quota, reads, rooms,
+sharing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 from tieredkv.block import Block
 from tieredkv.errors import BudgetError, ColdTierError
-from tieredkv.placement import leaving_order, split_new_blocks
+from tieredkv.placement import leaving_order
 from tieredkv.plan import ForwardPlan, HotWrite, ThroughWrite
-from tieredkv.store.blocks import BlockStore, Holder
+from tieredkv.store import quota
+from tieredkv.store.blocks import LOWER, BlockStore, Holder
+from tieredkv.store.dropping import check_seen, drop_hidden, gone_block
 from tieredkv.store.reads import plan_reads
-
-
-@dataclasses.dataclass(frozen=True)
-class _Room:
-    """Where the blocks of a forward go, per row: `copies` tails first get a block of their own."""
-
-    through: int
-    hot: int
-    copies: int
+from tieredkv.store.rooms import Room, find_room, protected_ids
+from tieredkv.store.sharing import merge_rows
 
 
 def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
@@ -36,7 +33,9 @@ def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
         BudgetError: it does not fit; nothing was written and the cache is as it was.
     """
     with store.lock:
+        quota.refill(store, holder)
         settle(store, holder)
+        drop_hidden(store, holder)
         store.forwards += 1
         rows, past, size = len(holder.table), holder.tokens, store.block_size
         plan = ForwardPlan(number=store.forwards, past=past, new=new, rows=rows)
@@ -44,12 +43,11 @@ def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
         if new == 0 or rows == 0:
             holder.plan = plan
             return plan
-        needed = _room(store, holder, new)
-        window = store.budget.window_tokens
-        protected = _protected(store, holder)
+        needed = find_room(store, holder, new)
+        protected = protected_ids(store, holder)
         below: list[tuple[str, int]] = []
         try:
-            store.make_room(needed.hot * rows + needed.copies, protected, window, "room")
+            store.make_room(holder, needed.hot * rows + needed.copies, protected, "room")
             _own_tails(store, holder)
             places = store.take_lower(needed.through * rows) if needed.through else []
             below += [(role, slot) for role, slots in places for slot in slots]
@@ -57,7 +55,7 @@ def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
             plan = dataclasses.replace(
                 plan,
                 hot_writes=_hot_writes(holder, past, new, size),
-                through_writes=_through_writes(holder, past, size, -(-past // size), needed.through),
+                through_writes=_through_writes(holder, past, size, needed.numbers),
             )
             holder.plan = plan_reads(store, holder, plan)
         except BaseException as failure:
@@ -109,11 +107,17 @@ def rollback(store: BlockStore, holder: Holder) -> None:
 
 
 def crop(store: BlockStore, holder: Holder, tokens: int) -> None:
-    """Keep the first `tokens` tokens of each row; a block that is cut is copied before it is written again."""
+    """Keep the first `tokens` tokens of each row; a block that is cut is copied before it is written again.
+
+    Raises:
+        ConfigError: tokens that the next one sees were dropped.
+    """
     with store.lock:
         if tokens >= holder.tokens:
             return
+        check_seen(store, holder, max(tokens, 0))
         holder.tokens = max(tokens, 0)
+        holder.merged = min(holder.merged, holder.tokens // store.block_size)
         holder.table.truncate(holder.tokens)
         holder.seen_version += 1
 
@@ -123,22 +127,33 @@ def settle(store: BlockStore, holder: Holder) -> None:
     with store.lock:
         # Of other caches too: one that rests after its last forward must not keep the others out of hot.
         sealed = any([_seal(each, store.block_size) for each in store.holders])
+        merge_rows(store, holder)
         store.poll()
-        if not sealed or not store.lower_tiers():
-            return
-        slots, window = store.hot.slots, store.budget.window_tokens
-        if slots.used <= store.settings.write_down_at * slots.total:
-            return
-        protected = _protected(store, holder)
-        outside = [c for c in store.candidates(protected) if c.distance >= window]
-        outside = leaving_order(outside, window)
-        missing = [c.block for c in outside if not c.block.is_stored_below and not store.is_moving(c.block)]
-        with contextlib.suppress(BudgetError):  # a disk that filled up meanwhile: these blocks stay hot for now
-            store.start_move(missing[: store.lower_free()], "hot", "window")
-        over = slots.used - int(store.settings.watermark * slots.total)
-        if over > 0:
-            ready = [c.block for c in outside if c.block.is_stored_below or store.is_moving(c.block)]
-            store.leave_hot(ready[:over], "watermark")
+        if (sealed or store.waiting) and store.lower_tiers():
+            quota.hold(store)
+            _write_down(store, protected_ids(store, holder))
+
+
+def _write_down(store: BlockStore, protected: set[int]) -> None:
+    """Copy blocks outside the window down ahead of need, and let some leave hot, as the settings say."""
+    slots, window, settings = store.hot.slots, store.budget.window_tokens, store.settings
+    at_once = settings.placement == "window"
+    if not at_once and slots.used <= settings.write_down_at * slots.total:
+        store.waiting.clear()
+        return
+    # One block more than the window: a crop that goes back less than a block meets none that was written down, or
+    # tokens added and taken away again would be written at each turn.
+    margin = window + store.block_size
+    outside = [c for c in store.candidates(protected) if c.distance >= margin and not c.sink]
+    outside = leaving_order(outside, window)
+    missing = [c for c in outside if not c.block.is_stored_below and not store.is_moving(c.block)]
+    ahead = [c.block for c in quota.moves_ahead(store, missing)]
+    with contextlib.suppress(BudgetError):  # a disk that filled up meanwhile: these blocks stay hot for now
+        store.start_move(ahead[: store.lower_free()], "hot", "window")
+    over = len(outside) if at_once else slots.used - int(settings.watermark * slots.total)
+    if over > 0:
+        ready = [c.block for c in outside if c.block.is_stored_below or store.is_moving(c.block)]
+        store.leave_hot(ready[:over], "window" if at_once else "watermark")
 
 
 def _seal(holder: Holder, size: int) -> bool:
@@ -152,79 +167,9 @@ def _seal(holder: Holder, size: int) -> bool:
     return found
 
 
-def _protected(store: BlockStore, holder: Holder) -> set[int]:
-    """Ids of the blocks the next forward writes into: the last of each row, where it is not full."""
-    if not holder.tokens % store.block_size:
-        return set()
-    return {row[-1].id for row in holder.table}
-
-
 def _is_writable(block: Block) -> bool:
     # A block that was written straight down and then cut has a copy below before it is sealed.
     return not block.sealed and block.refs == 1 and block.hot is not None and not block.is_stored_below
-
-
-def tail_copies(holder: Holder) -> int:
-    """How many slots the rows need so that each has a last block of its own; the last to leave a block keeps it."""
-    tails = [row[-1] for row in holder.table]
-    sharing = {block.id: tails.count(block) for block in tails}
-    kept = sum(block.hot is not None and block.refs == sharing[block.id] for block in dict.fromkeys(tails))
-    return len(tails) - kept
-
-
-def _room(store: BlockStore, holder: Holder, new: int) -> _Room:
-    """How many blocks of each row go where.
-
-    Raises:
-        BudgetError: no division fits.
-    """
-    size, past, rows = store.block_size, holder.tokens, len(holder.table)
-    first_new, end = -(-past // size), -(-(past + new) // size)
-    blocks = end - first_new
-    copies = tail_copies(holder) if past % size else 0
-    if not blocks and not copies:
-        return _Room(0, 0, 0)
-    window = store.budget.window_tokens
-    window_start = past + new - window
-    in_window = sum((index + 1) * size > window_start for index in range(max(first_new, window_start // size), end))
-    needed = max(min(in_window, blocks), min(blocks, 1))
-    order = leaving_order(store.candidates(_protected(store, holder)), window)
-    slots = store.hot.slots
-    room_total = slots.free + len(order)
-    if blocks:
-        needed = min(needed, max((room_total - copies) // rows, 1))
-    if rows * min(needed, blocks) + copies > room_total:
-        raise BudgetError(
-            "The hot tier cannot hold the blocks this forward writes.",
-            wanted=f"{rows * min(needed, blocks) + copies} hot slots ({rows} rows)",
-            got=f"{room_total} that are free or can be freed, of {slots.total}",
-            change="enlarge hot=, use fewer batch rows, or close other caches of the store",
-            tier="hot",
-        )
-    spare = min(slots.free, int(store.settings.watermark * slots.total) - slots.used) - rows * needed - copies
-    _, hot = split_new_blocks(blocks, needed, spare // rows)
-    free_below = store.lower_free()
-    missing = [0]
-    for candidate in order:
-        block = candidate.block
-        missing.append(missing[-1] + (not block.is_stored_below and not store.is_moving(block)))
-    shortfall = 0
-    for hot_blocks in range(hot, blocks + 1):
-        leave = max(rows * hot_blocks + copies - slots.free, 0)
-        if leave > len(order):
-            break
-        shortfall = rows * (blocks - hot_blocks) + missing[leave] - free_below
-        if shortfall <= 0:
-            return _Room(blocks - hot_blocks, hot_blocks, copies)
-    if not store.lower_tiers() and store.cold_failure is None:
-        raise BudgetError(
-            "The context does not fit in hot, and there is no lower tier.",
-            wanted=f"{rows * blocks + copies} hot slots",
-            got=f"{room_total} that are free or can be freed, of {slots.total}",
-            change="enlarge hot=, or give warm= or cold=",
-            tier="hot",
-        )
-    raise store.no_room_below(max(shortfall, 1))
 
 
 def _own_tails(store: BlockStore, holder: Holder) -> None:
@@ -245,6 +190,8 @@ def _own_tails(store: BlockStore, holder: Holder) -> None:
             fresh = store.new_block(hot=store.take_hot(None))
             try:
                 _copy_into(store, old, fresh)
+                if old.id in store.decoded:
+                    store.decoded.add(fresh.id)
             except BaseException:
                 fresh.refs = 0
                 store.release(fresh)
@@ -271,20 +218,23 @@ def _copy_into(store: BlockStore, old: Block, fresh: Block) -> None:
     store.device.run(copy, reads=[("hot", source)], writes=[("hot", target)], name="copy tail")
 
 
-def _append_blocks(store: BlockStore, holder: Holder, needed: _Room, below: list[tuple[str, int]]) -> None:
-    """Add each row's new blocks: first those that go straight down, into slots taken off `below`, then the hot ones."""
+def _append_blocks(store: BlockStore, holder: Holder, needed: Room, below: list[tuple[str, int]]) -> None:
+    """Add each row's new blocks; those that go straight down into slots taken off `below`."""
     for row_index, row in enumerate(holder.table):
-        for _ in range(needed.through):
-            role, slot = below.pop(0)
-            block = store.new_block()
-            setattr(block, role, slot)
-            store.through[block.id] = []
+        for place in needed.places():
+            if place == "hot":
+                last = row[-1].hot if row else None
+                slot = store.take_hot(None if last is None else last + 1)
+                store.clean_hot(slot)
+                block = store.new_block(hot=slot)
+            elif place == "through":
+                role, slot = below.pop(0)
+                block = store.new_block()
+                setattr(block, role, slot)
+                store.through[block.id] = []
+            else:
+                block = gone_block(store)
             holder.table.append(row_index, block)
-        for _ in range(needed.hot):
-            last = row[-1].hot if row else None
-            slot = store.take_hot(None if last is None else last + 1)
-            store.clean_hot(slot)
-            holder.table.append(row_index, store.new_block(hot=slot))
 
 
 def _hot_writes(holder: Holder, past: int, new: int, size: int) -> tuple[HotWrite, ...]:
@@ -308,19 +258,17 @@ def _hot_writes(holder: Holder, past: int, new: int, size: int) -> tuple[HotWrit
     return tuple(writes)
 
 
-def _through_writes(holder: Holder, past: int, size: int, first_new: int, through: int) -> tuple[ThroughWrite, ...]:
+def _through_writes(holder: Holder, past: int, size: int, numbers: range) -> tuple[ThroughWrite, ...]:
+    """The new blocks that go straight down, neighbours of one row and tier together."""
     writes: list[ThroughWrite] = []
     for index, row in enumerate(holder.table):
-        for role in ("warm", "cold"):
-            part = [
-                (number, slot)
-                for number in range(first_new, first_new + through)
-                if (slot := getattr(row[number], role)) is not None
-            ]
-            if part:
-                numbers, slots = zip(*part, strict=True)
-                blocks = tuple(row[number] for number in numbers)
-                writes.append(ThroughWrite(index, numbers[0] * size - past, blocks, role, slots))
+        for role in LOWER:
+            stored = [number for number in numbers if getattr(row[number], role) is not None]
+            for _, group in itertools.groupby(enumerate(stored), lambda pair: pair[1] - pair[0]):
+                some = [number for _, number in group]
+                blocks = tuple(row[number] for number in some)
+                slots = tuple(getattr(block, role) for block in blocks)
+                writes.append(ThroughWrite(index, some[0] * size - past, blocks, role, slots))
     return tuple(writes)
 
 

@@ -26,14 +26,23 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
     only the past is listed, and the new ones are attended where the model made them.
     """
     visible = plan.total if plan.new == 1 else plan.past
-    hot_runs, warm_runs, chunks = split_reads(store, holder, visible)
+    hidden, visibility = range(0), store.visibility
+    if visibility is not None:
+        hidden = visibility.hidden(plan.past)
+        if visibility.hidden(plan.total - 1) == hidden:
+            visibility = None  # every query sees the same: what is read
+    hot_runs, warm_runs, chunks = split_reads(store, holder, visible, hidden)
+    if not store.codec.lossless and (chunks or any(b.id in store.decoded for run in hot_runs for b in run.blocks)):
+        # What is computed from here on depends on what the codec lost.
+        exact = plan.past // store.block_size * store.block_size
+        holder.exact_tokens = exact if holder.exact_tokens is None else min(holder.exact_tokens, exact)
     write_index = None
     row_slots = None
     if plan.new == 1:
         if plan.rows > 1:
             index = [write.start for write in plan.hot_writes]
             write_index = torch.tensor(index, dtype=torch.int64, device=store.device.torch_device)
-        if not warm_runs and not chunks:
+        if not warm_runs and not chunks and not hidden:
             row_slots = tuple(tuple(b.hot for b in row if b.hot is not None) for row in holder.table)
     store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)
     store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
@@ -47,6 +56,7 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         chunks=chunks,
         write_index=write_index,
         row_slots=row_slots,
+        visibility=visibility,
         version=store.version,
     )
 
@@ -69,10 +79,13 @@ def steady(store: BlockStore, holder: Holder, plan: ForwardPlan) -> Iterator[For
 
 
 def split_reads(
-    store: BlockStore, holder: Holder, visible: int
+    store: BlockStore, holder: Holder, visible: int, hidden: range = range(0)
 ) -> tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]:
-    """Where the first `visible` tokens of each row are read: runs in hot, runs in warm, chunks through staging."""
-    return _split(store, _groups(holder, visible, store.block_size))
+    """Where the first `visible` tokens of each row are read: runs in hot, runs in warm, chunks through staging.
+
+    Blocks whose number in the row is in `hidden` are left out.
+    """
+    return _split(store, _groups(holder, visible, store.block_size, hidden))
 
 
 @dataclasses.dataclass
@@ -83,15 +96,15 @@ class _Group:
     block: Block
 
 
-def _groups(holder: Holder, visible: int, size: int) -> list[_Group]:
+def _groups(holder: Holder, visible: int, size: int, hidden: range) -> list[_Group]:
     """Each block that holds visible tokens, with the rows that see it, in row order."""
-    count = -(-visible // size)
+    numbers = [number for number in range(-(-visible // size)) if number not in hidden]
     if len(holder.table) == 1:
         row = holder.table.rows[0]
-        return [_Group((0,), i * size, min(size, visible - i * size), row[i]) for i in range(count)]
+        return [_Group((0,), i * size, min(size, visible - i * size), row[i]) for i in numbers]
     found: dict[int, _Group] = {}
     for row_index, row in enumerate(holder.table):
-        for i in range(count):
+        for i in numbers:
             block = row[i]
             group = found.get(block.id)
             if group is None:

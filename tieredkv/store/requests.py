@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from tieredkv.block import Block
 from tieredkv.errors import BudgetError, ConfigError
+from tieredkv.placement import promotion_slots
 from tieredkv.store.blocks import LOWER, BlockStore, Holder
-from tieredkv.store.planner import settle, tail_copies
+from tieredkv.store.planner import settle
+from tieredkv.store.rooms import tail_copies
 
 
 def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
@@ -19,10 +21,17 @@ def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
     """
     store.wait_all()
     rows, size = len(holder.table), store.block_size
-    needed = (-(-tokens // size) - -(-holder.tokens // size)) * rows
+    dropped = 0 if store.visibility is None else len(store.visibility.droppable(tokens))
+    have = sum(not block.gone for row in holder.table for block in row[: -(-holder.tokens // size)])
+    needed = max((-(-tokens // size) - dropped) * rows - have, 0)
     needed += tail_copies(holder) if needed > 0 and holder.tokens % size else 0
     duplicates = sum(1 for c in store.candidates(set()) if c.block.is_stored_below)
-    room = store.hot.slots.free + store.lower_free() + duplicates
+    free = store.hot.slots.free
+    if holder.quota_slots is not None:
+        free = min(free, max(holder.quota_slots - holder.own_hot_slots(), 0))
+    room = free + store.lower_free() + duplicates
+    if needed > room:
+        room += store.reclaim(needed - room)
     if needed > room:
         block_bytes = store.hot.slot_bytes
         tier = (store.lower_tiers() or ["hot"])[-1]
@@ -77,17 +86,24 @@ def demote(store: BlockStore, holder: Holder, tier: str) -> int:
 
 
 def promote(store: BlockStore, holder: Holder) -> int:
-    """Bring blocks back to hot, most recent first, up to the watermark. Their lower copies stay."""
+    """Bring blocks back to hot, most recent first, to just below the watermark. Their lower copies stay."""
     with store.lock:
         settle(store, holder)
         store.wait_all()
-        room = int(store.settings.watermark * store.hot.slots.total) - store.hot.slots.used
+        slots = store.hot.slots
+        room = promotion_slots(slots.total, store.settings.watermark) - slots.used
+        if holder.quota_slots is not None:
+            room = min(room, holder.quota_slots - holder.own_hot_slots())
         wanted: list[Block] = []
         for row in holder.table:
-            wanted += [block for block in reversed(row) if block.hot is None]
+            wanted += [block for block in reversed(row) if block.hot is None and not block.gone]
         chosen = list(dict.fromkeys(wanted))[: max(room, 0)]
         for block in chosen:
             slot = store.take_hot(None)
-            store.load_hot(block, slot)
+            try:
+                store.load_hot(block, slot)
+            except BaseException:
+                store.hot.slots.release(slot)
+                raise
             block.hot = slot
         return len(chosen)

@@ -9,7 +9,7 @@ Imports: errors, block, tiers.slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -36,17 +36,27 @@ def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
     return joined
 
 
-def copy_blocks(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""(target, source): copies one tensor in the order of the current stream."""
+
+
+def copy_blocks(
+    target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False, through: Copy | None = None
+) -> None:
     """Copy blocks between two tensors `[kv_heads, n, *inner]` of equal shape and dtype, of any stride.
 
-    With `non_blocking` the target is safe to read, and the source to overwrite, only after the current stream's work.
+    With `non_blocking` the target is safe to read, and the source to overwrite, only after the current stream's work;
+    with `through`, which copies one head at a time, the same holds for the target.
     """
-    if target.device == source.device:
+    if through is None and target.device == source.device:
         target.copy_(source, non_blocking=non_blocking)
         return
     # Between devices a strided copy goes through temporary buffers; one head's neighbouring slots are contiguous.
     for head in range(target.shape[0]):
-        target[head].copy_(source[head], non_blocking=non_blocking)
+        if through is None:
+            target[head].copy_(source[head], non_blocking=non_blocking)
+        else:
+            through(target[head], source[head])
 
 
 class Tier(ABC):

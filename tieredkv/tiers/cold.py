@@ -2,7 +2,7 @@
 
 What lies here is private and goes with the cache; nothing of it is found again by another process.
 
-Imports: block, errors, tiers.base, tiers.slots, tiers.rows, tiers.cold_folder, tiers.cold_files, tiers.cold_layout.
+Imports: block, device, errors, tiers.base, tiers.slots, tiers.rows, and the other cold modules of tiers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from functools import lru_cache, partial
 import torch
 
 from tieredkv.block import Plane, Planes
+from tieredkv.device import Bounce
 from tieredkv.errors import BudgetError, ConfigError, MismatchError
-from tieredkv.tiers.base import Tier, slot_bytes
+from tieredkv.tiers.base import Tier, copy_blocks, slot_bytes
 from tieredkv.tiers.cold_files import SpillFiles
 from tieredkv.tiers.cold_folder import SpillFolder
 from tieredkv.tiers.cold_layout import SpillLayout, spill_layout, spill_metadata
-from tieredkv.tiers.rows import pack_rows, unpack_rows
+from tieredkv.tiers.rows import pack_rows, row_pieces, unpack_rows
 from tieredkv.tiers.slots import SlotPool
 
 TARGET_FILE_BYTES = 8 << 20
@@ -79,6 +80,7 @@ class ColdTier(Tier):
         cap_bytes: the most all files together may take, headers included (see `cold_bytes`); None for no limit, then
             slots are added a file at a time.
         free_floor_bytes: bytes to leave free on the disk.
+        bounce: what copies from host memory to another device go through, or None.
 
     Raises:
         ColdTierError: the directory cannot be used.
@@ -95,6 +97,7 @@ class ColdTier(Tier):
         fingerprint: str,
         cap_bytes: int | None = None,
         free_floor_bytes: int = 0,
+        bounce: Bounce | None = None,
     ) -> None:
         metadata = spill_metadata(layers, block_size=block_size, codec=codec, fingerprint=fingerprint)
         self._plan = plan = _Plan(layers, metadata, cap_bytes)
@@ -113,6 +116,7 @@ class ColdTier(Tier):
             "cold", layers, SlotPool(plan.capacity or 0, tier="cold", spread=False, growth=growth), cap_bytes
         )
         self._files = files
+        self._up_through = None if bounce is None else partial(bounce.copy, to_device=True)
         self.folder = folder.path
         self.swept_folders = folder.swept
         self._finalizer = weakref.finalize(self, _shut, files, folder)
@@ -142,7 +146,20 @@ class ColdTier(Tier):
     def read(self, layer: int, slots: Sequence[int], out: Planes, *, non_blocking: bool = False) -> None:
         """See `Tier.read`; always blocking."""
         self._check(layer, len(slots), out)
-        unpack_rows(self.layers[layer], self.read_rows(layer, slots), out)
+        if not all(plane.is_cpu for plane in out):
+            # Put in order on the host, so that one head of all blocks is one copy.
+            host = tuple(torch.empty(plane.shape, dtype=plane.dtype) for plane in out)
+            self.read(layer, slots, host)
+            for plane, arrived in zip(out, host, strict=True):
+                copy_blocks(plane, arrived, through=self._up_through)
+            return
+        pieces = row_pieces(out) if slots else None
+        if pieces is None:
+            unpack_rows(self.layers[layer], self.read_rows(layer, slots), out)
+            return
+        for index, start, length in self.runs(slots):
+            number, offset = self._place(layer, start)
+            self._files.read(number, offset, [piece for row in pieces[index : index + length] for piece in row])
 
     def write_rows(self, layer: int, slots: Sequence[int], rows: torch.Tensor) -> None:
         """Write n blocks as they lie on disk.
@@ -158,8 +175,7 @@ class ColdTier(Tier):
         row_bytes = self._check_rows(layer, len(slots), rows)
         data = rows.numpy().reshape(-1).data
         for index, start, length in self.runs(slots):
-            number, at = divmod(start, self._plan.per_file)
-            offset = self._plan.layout(number).offset(layer, at)
+            number, offset = self._place(layer, start)
             self._files.write(number, offset, data[index * row_bytes : (index + length) * row_bytes])
 
     def read_rows(self, layer: int, slots: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -182,9 +198,8 @@ class ColdTier(Tier):
         row_bytes = self._check_rows(layer, len(slots), out)
         data = out.numpy().reshape(-1).data
         for index, start, length in self.runs(slots):
-            number, at = divmod(start, self._plan.per_file)
-            offset = self._plan.layout(number).offset(layer, at)
-            self._files.read(number, offset, data[index * row_bytes : (index + length) * row_bytes])
+            number, offset = self._place(layer, start)
+            self._files.read(number, offset, [data[index * row_bytes : (index + length) * row_bytes]])
         return out
 
     def trim(self) -> int:
@@ -195,6 +210,11 @@ class ColdTier(Tier):
         """Remove the tier's folder and release its lock."""
         super().close()
         self._finalizer()
+
+    def _place(self, layer: int, slot: int) -> tuple[int, int]:
+        """(file number, position in it) of a slot's row in a layer."""
+        number, at = divmod(slot, self._plan.per_file)
+        return number, self._plan.layout(number).offset(layer, at)
 
     def _is_unused(self, number: int) -> bool:
         first, blocks = number * self._plan.per_file, self._plan.layout(number).blocks

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from tieredkv.tiers.cold_folder import cold_error
 from tieredkv.tiers.cold_layout import SpillLayout
 
 FILES_PER_FOLDER = 256
+MOST_BUFFERS = 1024
+"""Linux and macOS take so many in one call."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,8 +98,8 @@ class SpillFiles:
             except OSError as cause:
                 raise cold_error("A spill file cannot be written.", self._folder, cause) from cause
 
-    def read(self, number: int, offset: int, data: memoryview) -> None:
-        """Fill `data` from a file.
+    def read(self, number: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers, one after the other, from a stretch of a file.
 
         Raises:
             ColdTierError: the file was never written, is lost, is shorter than it was made, or cannot be read.
@@ -105,11 +107,12 @@ class SpillFiles:
         """
         with self._use(number, make=False) as descriptor:
             try:
-                while data:
-                    count = os.preadv(descriptor, [data], offset)
+                while buffers:
+                    count = os.preadv(descriptor, buffers[:MOST_BUFFERS], offset)
                     if not count:
-                        raise OSError(errno.EIO, f"file ends at {offset}, {len(data)} bytes short")
-                    data, offset = data[count:], offset + count
+                        short = sum(map(len, buffers))
+                        raise OSError(errno.EIO, f"file ends at {offset}, {short} bytes short")
+                    buffers, offset = _after(buffers, count), offset + count
             except OSError as cause:
                 raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
 
@@ -209,6 +212,15 @@ class SpillFiles:
             self._made.add(number)
         else:
             self._made.discard(number)
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """What is left of buffers of bytes when the first `count` bytes are filled."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 def _drop(file: _OpenFile) -> None:

@@ -10,25 +10,31 @@ from collections.abc import Sequence
 
 from tieredkv.block import Planes
 from tieredkv.errors import MismatchError
-from tieredkv.tiers.base import Tier, copy_blocks
+from tieredkv.tiers.base import Copy, Tier, copy_blocks
 
 
 class PoolTier(Tier):
     """A tier over tensors `[kv_heads, slots, *inner]`: copies are slices, and runs are views."""
+
+    in_through: Copy | None = None
+    """What copies into this tier's memory go through, and out of it: for memory that could not be pinned."""
+    out_through: Copy | None = None
 
     def write(self, layer: int, slots: Sequence[int], planes: Planes, *, non_blocking: bool = False) -> None:
         """See `Tier.write`."""
         self._check(layer, len(slots), planes)
         for index, start, length in self.runs(slots):
             for pool, plane in zip(self._views(layer, start, length), planes, strict=True):
-                copy_blocks(pool, plane[:, index : index + length], non_blocking=non_blocking)
+                part = plane[:, index : index + length]
+                copy_blocks(pool, part, non_blocking=non_blocking, through=self.in_through)
 
     def read(self, layer: int, slots: Sequence[int], out: Planes, *, non_blocking: bool = False) -> None:
         """See `Tier.read`."""
         self._check(layer, len(slots), out)
         for index, start, length in self.runs(slots):
             for pool, plane in zip(self._views(layer, start, length), out, strict=True):
-                copy_blocks(plane[:, index : index + length], pool, non_blocking=non_blocking)
+                part = plane[:, index : index + length]
+                copy_blocks(part, pool, non_blocking=non_blocking, through=self.out_through)
 
     def run(self, layer: int, start: int, blocks: int) -> Planes:
         """See `Tier.run`; never None."""

@@ -7,11 +7,15 @@ Imports: block only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from tieredkv.block import Plane, Planes
+
+LEAST_PIECE_BYTES = 2048
+"""Below this, naming a piece of memory to the system costs more than copying it once more."""
 
 
 def row_bytes(planes: Sequence[Plane]) -> int:
@@ -29,6 +33,30 @@ def unpack_rows(spec: Sequence[Plane], rows: torch.Tensor, planes: Planes) -> No
     """Scatter uint8 rows `[n, row_bytes]` into planes, tensors `[kv_heads, n, *inner]` of any stride and device."""
     for view, plane in zip(_views(spec, rows), planes, strict=True):
         plane.copy_(view)
+
+
+def row_pieces(planes: Planes) -> list[list[memoryview]] | None:
+    """The memory of planes, tensors `[kv_heads, n, *inner]`: for each block its pieces in row order, one for each head.
+
+    Returns:
+        Writable views of the tensors' own memory, so that a file is read straight into them; None where that is not to
+        be had (another device, a head that is not contiguous) or does not pay (small pieces).
+    """
+    pieces: list[list[memoryview]] = [[] for _ in range(planes[0].shape[1])]
+    for plane in planes:
+        heads, blocks, *inner = plane.shape
+        elements, size = math.prod(inner), plane.element_size()
+        piece_bytes = elements * size
+        if not plane.is_cpu or piece_bytes < LEAST_PIECE_BYTES or not plane[0, :1].is_contiguous():
+            return None
+        head_bytes, block_bytes = plane.stride(0) * size, plane.stride(1) * size
+        span = (heads - 1) * plane.stride(0) + (blocks - 1) * plane.stride(1) + elements
+        memory = plane.as_strided((span,), (1,)).view(torch.uint8).numpy().data
+        for block, found in enumerate(pieces):
+            first = block * block_bytes
+            starts = (first + head * head_bytes for head in range(heads))
+            found += [memory[start : start + piece_bytes] for start in starts]
+    return pieces
 
 
 def _views(spec: Sequence[Plane], rows: torch.Tensor) -> Iterator[torch.Tensor]:

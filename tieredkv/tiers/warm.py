@@ -1,6 +1,6 @@
 """The warm tier: host memory, in one piece where it costs nothing until touched, in growing pieces where it does.
 
-Imports: block, errors, tiers.base, tiers.pool, tiers.slots.
+Imports: block, device, errors, tiers.base, tiers.pool, tiers.slots.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
 import torch
 
 from tieredkv.block import Plane, Planes
+from tieredkv.device import Bounce
 from tieredkv.tiers.base import slot_bytes
 from tieredkv.tiers.pool import PoolTier
 from tieredkv.tiers.slots import SlotPool
@@ -53,6 +55,7 @@ class WarmTier(PoolTier):
             "growing" takes pieces as blocks arrive, for pinned memory, which is committed at once. `runs` and `run`
             never cross a piece.
         first_piece_bytes: size of the first growing piece.
+        bounce: what copies go through where `host_empty` gave pageable memory, or None where that needs nothing.
     """
 
     def __init__(
@@ -63,12 +66,16 @@ class WarmTier(PoolTier):
         *,
         pieces: Literal["one", "growing"] = "one",
         first_piece_bytes: int = FIRST_PIECE_BYTES,
+        bounce: Bounce | None = None,
     ) -> None:
         block_bytes = slot_bytes(layers)
         # Growing pieces are filled from the lowest slot, so that no piece is taken while another has room.
         pool = SlotPool(slots, tier="warm", spread=pieces == "one")
         super().__init__("warm", layers, pool, slots * block_bytes)
         sizes = piece_sizes(slots, block_bytes, first_piece_bytes) if pieces == "growing" else [slots] * bool(slots)
+        if bounce is not None:
+            self.in_through = partial(bounce.copy, to_device=False)
+            self.out_through = partial(bounce.copy, to_device=True)
         self._sizes = sizes
         self._starts = [0, *accumulate(sizes)]
         self._host_empty = host_empty

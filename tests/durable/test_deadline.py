@@ -1,0 +1,129 @@
+"""Disks that answer late or never: a miss in time, and nothing written into what the caller owns afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from durable_support import IDENTITY, chain, hashes, holds, opened, publish
+
+from tieredkv.durable.deadline import MOST_CALLS, TimedCalls
+from tieredkv.errors import ColdTierError
+
+RECORDS = chain("a", 4)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Makes a system call wait for an event, which is set at the end."""
+    made: list[threading.Event] = []
+
+    def start(call: str) -> threading.Event:
+        gate, real = threading.Event(), getattr(os, call)
+        made.append(gate)
+
+        def wait(*args: object, **kwargs: object) -> object:
+            gate.wait(60)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, call, wait)
+        return gate
+
+    yield start
+    for gate in made:
+        gate.set()
+
+
+def test_in_time_it_reads_as_without(cold_dir: Path) -> None:
+    store = opened(cold_dir, deadline_seconds=30)
+    publish(store, RECORDS)
+    assert store.find(hashes(RECORDS)) == 4 and holds(store, RECORDS)
+    assert sum(len(piece.rows) for piece in store.read_all(hashes(RECORDS))) == 8
+    assert store.stats().late == 0
+    store.set_aside(RECORDS[0].hash, "test")
+    with pytest.raises(ColdTierError, match="not there"):
+        holds(store, RECORDS)
+
+
+@pytest.mark.parametrize("how", ["read", "read_all"])
+def test_a_late_read_is_a_miss_and_touches_nothing_later(
+    cold_dir: Path, hang: Callable[[str], threading.Event], how: str
+) -> None:
+    store = opened(cold_dir, deadline_seconds=0.05)
+    publish(store, RECORDS)
+    gate = hang("preadv")
+    out = torch.full((4, IDENTITY.row_bytes[0]), 7, dtype=torch.uint8)
+    started = time.monotonic()
+    with pytest.raises(ColdTierError, match="longer than"):
+        store.read(hashes(RECORDS), 0, out) if how == "read" else list(store.read_all(hashes(RECORDS)))
+    assert time.monotonic() - started < 5
+    assert store.stats().late == store.stats().misses == 1 and store.stats().set_aside == 0
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "tieredkv-read":
+            thread.join(5)
+    assert torch.equal(out, torch.full_like(out, 7))
+    store.read(hashes(RECORDS), 0, out)
+    assert not torch.equal(out, torch.full_like(out, 7))
+
+
+def test_a_late_search_finds_nothing(cold_dir: Path, hang: Callable[[str], threading.Event]) -> None:
+    store = opened(cold_dir, deadline_seconds=0.05)
+    publish(store, RECORDS)
+    gate = hang("stat")
+    assert store.find(hashes(RECORDS)) == 0
+    assert store.stats().late == 1
+    gate.set()
+    time.sleep(0.01)
+    assert opened(cold_dir, deadline_seconds=30).find(hashes(RECORDS)) == 4
+
+
+def test_the_deadline_of_read_all_is_for_the_reading_alone(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tieredkv.durable.blocks.PIECE_BYTES", 1)
+    store = opened(cold_dir, deadline_seconds=0.3)
+    publish(store, RECORDS)
+    for _ in store.read_all(hashes(RECORDS)):
+        time.sleep(0.2)
+    real = os.preadv
+
+    def slow(*args: object) -> int:
+        time.sleep(0.2)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", slow)
+    with pytest.raises(ColdTierError, match="longer than"):
+        list(store.read_all(hashes(RECORDS)))
+
+
+def test_when_too_many_hang_the_next_does_not_wait() -> None:
+    calls, gate = TimedCalls(0.01), threading.Event()
+    for _ in range(MOST_CALLS):
+        with pytest.raises(TimeoutError):
+            calls.run(gate.wait)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="earlier calls"):
+        calls.run(lambda: None, 60)
+    assert time.monotonic() - started < 5
+    gate.set()
+    for _ in range(500):
+        try:
+            assert calls.run(lambda: 1, 5) == 1
+            break
+        except TimeoutError:
+            time.sleep(0.01)
+    else:
+        pytest.fail("threads do not come back")
+
+
+def test_what_a_call_raises_is_raised_here() -> None:
+    def fail() -> None:
+        raise ValueError("mine")
+
+    for seconds in (None, 5.0):
+        with pytest.raises(ValueError, match="mine"):
+            TimedCalls(seconds).run(fail)

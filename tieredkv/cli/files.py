@@ -1,0 +1,159 @@
+"""`tieredkv ls`, `verify` and `prune`: what was published into a directory, whether it is whole, and letting it go.
+
+Imports: errors, durable, sizing; typer and rich.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tieredkv.durable.format import Refusal, StoredFile
+from tieredkv.durable.survey import Surveyed, set_aside, survey, wrong_rows
+from tieredkv.durable.survey import prune as prune_files
+from tieredkv.errors import ColdTierError, ConfigError, TieredKVError
+from tieredkv.sizing import format_bytes
+
+_DIGITS = 12
+_AGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+Directory = Annotated[Path, typer.Argument(help="The directory that was given as cold.", metavar="DIR")]
+
+
+def ls(directory: Directory) -> None:
+    """List what was published into a directory, by model and salt.
+
+    Exit code 0; 2: the directory cannot be read.
+    """
+    try:
+        files = survey(directory)
+    except TieredKVError as error:
+        _refuse(error)
+    table = Table(
+        *("model", "codec", "block size", "salt", "files", "blocks", "tokens", "bytes", "oldest", "newest"),
+        title=f"published in {directory}",
+        title_justify="left",
+    )
+    groups: dict[tuple[str, ...], list[Surveyed]] = defaultdict(list)
+    for file in files:
+        groups[_group(file)].append(file)
+    for group, members in sorted(groups.items()):
+        table.add_row(*group, *_totals(members))
+    console = Console()
+    console.print(table)
+    whole = sum(file.seen.file_bytes for file in files)
+    console.print(f"{len(files):,} files, {format_bytes(whole)}", highlight=False)
+
+
+def verify(
+    directory: Directory,
+    aside: Annotated[bool, typer.Option("--set-aside", help="Put damaged files into quarantine.")] = False,
+) -> None:
+    """Read all that was published into a directory and compare it with its checksums.
+
+    Exit code 0: everything is whole; 1: something is damaged; 2: the directory cannot be read.
+    """
+    try:
+        files = [file for file in survey(directory) if file.place == "published"]
+        table = Table("file", "damage", title="damaged files", title_justify="left")
+        damaged = read_bytes = 0
+        for file in files:
+            read_bytes += file.seen.file_bytes
+            if why := _damage(file):
+                damaged += 1
+                table.add_row(file.seen.path, why)
+                if aside:
+                    set_aside(directory, file)
+    except TieredKVError as error:
+        _refuse(error)
+    console = Console()
+    if damaged:
+        console.print(table)
+    console.print(f"{len(files):,} files, {format_bytes(read_bytes)} read, {damaged} damaged", highlight=False)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def prune(
+    directory: Directory,
+    older_than: Annotated[
+        str | None, typer.Option(help="Delete what was written longer ago: 90s, 30m, 12h, 7d, 4w.")
+    ] = None,
+    salt: Annotated[
+        str | None, typer.Option(help="Delete what belongs to this salt, or to this digest as ls shows it.")
+    ] = None,
+) -> None:
+    """Delete published blocks by age, by salt, or by both; and always what is damaged or was never finished.
+
+    Exit code 0; 2: an age that is none, or a directory that cannot be pruned.
+    """
+    try:
+        seconds = None if older_than is None else _age_seconds(older_than)
+        gone = prune_files(directory, older_than_seconds=seconds, salt=salt)
+    except TieredKVError as error:
+        _refuse(error)
+    table = Table("", "files", "bytes", title=f"deleted from {directory}", title_justify="left")
+    for place in ("published", "quarantine"):
+        members = [file for file in gone if file.place == place]
+        table.add_row(place, f"{len(members):,}", format_bytes(sum(file.seen.file_bytes for file in members)))
+    Console().print(table)
+
+
+def _refuse(error: TieredKVError) -> NoReturn:
+    Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2) from error
+
+
+def _group(file: Surveyed) -> tuple[str, ...]:
+    if file.place == "quarantine":
+        return ("quarantine", "", "", "")
+    if isinstance(file.content, Refusal):
+        return (file.content.kind, "", "", "")
+    identity = file.content.identity
+    salt = file.content.salt[:_DIGITS] or "none"
+    return (identity.fingerprint[:_DIGITS], identity.codec, str(identity.block_size), salt)
+
+
+def _totals(files: list[Surveyed]) -> tuple[str, ...]:
+    contents = [file.content for file in files if isinstance(file.content, StoredFile)]
+    blocks = sum(len(content.hashes) for content in contents)
+    tokens = sum(content.token_count for content in contents)
+    written = [file.seen.written_ns / 1e9 for file in files]
+    return (
+        f"{len(files):,}",
+        f"{blocks:,}",
+        f"{tokens:,}",
+        format_bytes(sum(file.seen.file_bytes for file in files)),
+        *(time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) for when in (min(written), max(written))),
+    )
+
+
+def _damage(file: Surveyed) -> str:
+    """What is wrong with a file, or "" when nothing is; what is foreign is not ours to judge."""
+    if isinstance(file.content, Refusal):
+        return file.content.why if file.content.kind == "damaged" else ""
+    try:
+        wrong = wrong_rows(file.content, file.seen.path)
+    except ColdTierError as error:
+        return error.what + f" {error.got}"
+    if not wrong:
+        return ""
+    block, layer = wrong[0]
+    return f"{len(wrong)} rows have a wrong checksum, the first in block {block}, layer {layer}"
+
+
+def _age_seconds(text: str) -> float:
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            "This is no age.", wanted="90s, 30m, 12h, 7d or 4w", got=repr(text), change="give --older-than such an age"
+        )
+    return float(match[1]) * _SECONDS[match[2]]

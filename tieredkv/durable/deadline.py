@@ -1,0 +1,60 @@
+"""Calls that are given up after a time, for disks that answer late or never.
+
+Imports: nothing of the package.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MOST_CALLS = 8
+
+
+class TimedCalls:
+    """Runs calls on threads of their own, so that one that never returns stops nobody.
+
+    A call that was given up goes on in the background: it must write only where nobody else looks. When `MOST_CALLS`
+    of them hang, the next is given up at once.
+
+    Args:
+        seconds: how long to wait for a call; None runs it on the calling thread, however long it takes.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._free = threading.BoundedSemaphore(MOST_CALLS)
+
+    def run(self, call: Callable[[], T], seconds: float | None = None) -> T:
+        """What `call` returns or raises.
+
+        Args:
+            call: what to do.
+            seconds: how long to wait this time; None for the usual time.
+
+        Raises:
+            TimeoutError: it takes too long.
+        """
+        if self.seconds is None:
+            return call()
+        if not self._free.acquire(blocking=False):
+            raise TimeoutError(f"{MOST_CALLS} earlier calls still wait for the disk")
+        future: Future[T] = Future()
+        try:
+            threading.Thread(target=self._carry_out, args=(call, future), name="tieredkv-read", daemon=True).start()
+        except RuntimeError as cause:  # no more threads
+            self._free.release()
+            raise TimeoutError("no thread can be started") from cause
+        return future.result(self.seconds if seconds is None else seconds)
+
+    def _carry_out(self, call: Callable[[], T], future: Future[T]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # it belongs to the one who waits
+            future.set_exception(error)
+        finally:
+            self._free.release()

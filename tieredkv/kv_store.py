@@ -1,0 +1,376 @@
+"""`KVStore`: blocks that outlive caches, so that what was prefilled once is not prefilled again.
+
+    store = tieredkv.KVStore(model, hot="2GiB", warm="16GiB", cold="/nvme/kv")
+    with store.cache(input_ids) as cache:       # begins with the longest known prefix
+        out = model.generate(input_ids, past_key_values=cache)
+                                                # on leaving, what was computed becomes findable
+
+Blocks are found by a chain of hashes over token ids. The ids are those that the model was seen to be given, by a hook;
+what came in another way (`inputs_embeds`, images, padding, positions of one's own) is never findable. Where K and V do
+not follow from token ids, or a layer keeps more than K and V by position, nothing is shared, and `refusal` says why.
+
+Imports: everything to its left; the hook and places of caches from hf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tieredkv import prefix
+from tieredkv.block import Block, LayerGeometry
+from tieredkv.cache import TieredCache
+from tieredkv.config import CacheSettings, ColdSettings, Size
+from tieredkv.device import Device
+from tieredkv.durable import DurableSettings, DurableStats, salt_digest
+from tieredkv.errors import ClosedError, MismatchError
+from tieredkv.eviction import DEFAULT_POLICY
+from tieredkv.fingerprint import Fingerprint
+from tieredkv.hf.attachment import Attachment
+from tieredkv.hf.rates import Rates
+from tieredkv.hf.tenancy import SharedStore
+from tieredkv.hf.watching import TokenWatch, watch
+from tieredkv.hf.ways import Ways
+from tieredkv.published import Published
+from tieredkv.sizing import kv_layers
+from tieredkv.store import BlockStore, planner
+from tieredkv.store.kept import KeptBlocks
+
+logger = logging.getLogger("tieredkv")
+
+
+@dataclasses.dataclass(frozen=True)
+class KVStoreStats:
+    """What a `KVStore` has done.
+
+    Args:
+        caches: how many were given out.
+        asked_tokens: tokens of their prompts, over all rows.
+        attached_tokens: of these, how many were there already, in memory or on disk.
+        restored_blocks: blocks read from disk.
+        kept_blocks: blocks that can be found in memory now.
+        evicted_blocks: blocks that were let go to make room.
+        refused: prompts and caches of which nothing may be shared (padding, for example).
+        durable: the directory of published blocks, or None where there is none.
+    """
+
+    caches: int
+    asked_tokens: int
+    attached_tokens: int
+    restored_blocks: int
+    kept_blocks: int
+    evicted_blocks: int
+    refused: int
+    durable: DurableStats | None
+
+
+class KVStore:
+    """Blocks of one model, shared by the caches it hands out, and found again by token ids.
+
+    Args:
+        model: a transformers model. Attention over blocks is selected on it until `close`.
+        hot, warm, cold, block_size, window, codec: as for `TieredCache`; all caches of the store together stay within
+            these sizes. Sizes in tokens are for each row of the first cache's batch.
+        settings: everything else; the arguments above win over it.
+        durable: where published blocks are kept for other processes and for later: a directory, or its settings; False
+            for nowhere. Default: the folder `cold`, with its free-space floor, where there is one.
+        policy: which blocks that no cache uses go first when room is needed: "s3fifo", "arc" or "lru".
+        device: the computing device, for tests.
+
+    Raises:
+        ConfigError: a setting that cannot be served.
+        UnsupportedModelError: a model that a TieredCache refuses.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        hot: Size | int | str | None = None,
+        warm: Size | int | str | None = None,
+        cold: ColdSettings | str | os.PathLike[str] | None = None,
+        block_size: int | None = None,
+        window: int | None = None,
+        codec: str | None = None,
+        settings: CacheSettings | None = None,
+        durable: DurableSettings | str | os.PathLike[str] | bool | None = None,
+        policy: str = DEFAULT_POLICY,
+        device: Device | None = None,
+    ) -> None:
+        chosen: dict[str, Any] = {"hot": hot, "warm": warm, "cold": cold, "block_size": block_size}
+        chosen |= {"window": window, "codec": codec}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        self._settings = dataclasses.replace(settings or CacheSettings(), **chosen)
+        self._attachment, self._device = Attachment.to(model), device
+        self._model, self._config = model, model.config
+        self.refusal = prefix.why_not_shared(self._config)
+        if self._settings.beyond == "drop":
+            self.refusal = 'with beyond="drop", K and V depend on when tokens were dropped'
+        self._fingerprint = Fingerprint(model)
+        self._rates = Rates()
+        self._shared = SharedStore(policy)
+        self._published = Published(_durable_settings(durable, self._settings.cold_settings), self._rates)
+        self._ways: Ways | None = None
+        self._last: weakref.ref[TieredCache] | None = None
+        self._counts = dict.fromkeys(("caches", "asked_tokens", "attached_tokens", "refused"), 0)
+        self._closed = False
+        self._attachment.select()
+        self._unhook = weakref.finalize(self, _remove, watch(model))
+        if self.refusal is not None:
+            logger.warning("tieredkv: no prefixes are shared: %s", self.refusal)
+
+    def cache(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        salt: str = "",
+    ) -> TieredCache:
+        """A cache that begins with the longest known prefix of a prompt.
+
+        At least the prompt's last token is left to be computed, so the cache can be given to `generate` together with
+        the whole prompt. All rows begin with as many tokens as are known of every row. A prompt with padding begins
+        with nothing.
+
+        Args:
+            input_ids: int `[rows, tokens]`, on any device.
+            attention_mask: `[rows, tokens]`, or None where nothing is padded.
+            salt: prompts under different salts share nothing, neither in memory nor on disk; "" is one too.
+
+        Raises:
+            MismatchError: not token ids `[rows, tokens]`.
+            ClosedError: the store is closed.
+        """
+        self._check_open()
+        _check_ids(input_ids)
+        cache = TieredCache(self._config, settings=self._settings, device=self._device)
+        self._learn_ways()
+        if self._ways is not None:
+            cache.ways = self._ways
+        self._last = weakref.ref(cache)
+        self._counts["caches"] += 1
+        self._counts["asked_tokens"] += input_ids.numel()
+        if self.refusal is not None or not self._is_whole(input_ids, attention_mask):
+            self._counts["refused"] += 1
+            cache.move_in(self._shared, None)
+            return cache
+        digest = salt_digest(salt)
+        seed = self._seed(digest)
+        rows, tokens = self._attach(cache, input_ids, seed)
+        place = cache.move_in(self._shared, TokenWatch(seed, digest, self._rates, input_ids[:, :tokens]))
+        store = self._shared.store
+        if tokens and store is not None:
+            with store.lock:
+                place.begin_with(self._shared, store, rows, tokens)
+            self._counts["attached_tokens"] += tokens * len(rows)
+        cache.leaving = self._leaves
+        return cache
+
+    def publish(self, cache: TieredCache, output_ids: torch.Tensor | None = None) -> int:
+        """Make the full blocks of a cache findable by their token ids; done too on leaving a `with store.cache(...)`.
+
+        Args:
+            cache: a cache of this store.
+            output_ids: int `[rows, tokens]`, what `generate` returned for this cache, to be compared with the ids that
+                the model was seen to be given. Publishing needs none.
+
+        Returns:
+            how many blocks are findable that were not before.
+
+        Raises:
+            MismatchError: a cache of another store, or ids that are not what the cache was given.
+        """
+        self._check_open()
+        place, seen = cache.ended(), cache.watch
+        self._learn_ways(cache)
+        store, holder, kept = place.store, place.holder, self._shared.kept
+        if place.shared is not self._shared:
+            raise _not_of_this_store()
+        if seen is None or store is None or holder is None or kept is None or not holder.table.rows:
+            return 0
+        if seen.seed != self._seed(seen.salt):
+            logger.warning("tieredkv: not published: the model's weights or adapters changed since the cache was made")
+            return 0
+        ids = _agreed(seen.known(), output_ids, len(holder.table))
+        new = 0
+        with store.lock:
+            planner.settle(store, holder)
+            tokens = min(ids.shape[1], holder.tokens)
+            if holder.exact_tokens is not None:
+                tokens = min(tokens, holder.exact_tokens)
+            for row, blocks in zip(ids, holder.table, strict=True):
+                hashes = prefix.chain(row[:tokens], store.block_size, seen.seed)
+                new += kept.add(hashes, blocks[: len(hashes)])
+                self._published.publish(store, self._fingerprint.current(), seen.salt, hashes, blocks[: len(hashes)])
+        return new
+
+    def stats(self) -> KVStoreStats:
+        """What was found and kept so far."""
+        kept = self._shared.kept
+        return KVStoreStats(
+            kept_blocks=0 if kept is None else len(kept),
+            evicted_blocks=0 if kept is None else kept.evicted,
+            restored_blocks=self._published.restored_blocks,
+            durable=self._published.stats(),
+            **self._counts,
+        )
+
+    def close(self) -> None:
+        """Let go of the blocks, and give the model its attention implementation back. Caches that are open go on.
+
+        May be called again.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._unhook()
+        self._attachment.restore()
+        self._shared.close()
+        self._published.close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _leaves(self, cache: TieredCache) -> None:
+        """A `with store.cache(...)` came to its end; the store may have been closed before."""
+        if not self._closed:
+            self.publish(cache)
+
+    # ---- looking up
+
+    def _attach(self, cache: TieredCache, ids: torch.Tensor, seed: str) -> tuple[list[list[Block]], int]:
+        """Blocks of each row, with a reference for the cache, and how many tokens of them count."""
+        size, rows = self._settings.block_size, ids.tolist()
+        first = {tuple(row): index for index, row in reversed(list(enumerate(rows)))}
+        chains = {index: prefix.chain(ids[index], size, seed) for index in first.values()}
+        kept, store = self._shared.kept, self._shared.store
+        if (kept is None or store is None) and self._published.is_open and self._is_on_one_device:
+            # Nothing ran yet, and something may lie on disk: the geometry is what the config says.
+            layers, device = self._geometry(cache), self._model.device
+            store, kept = cache.move_in(self._shared, None).open_shared(self._shared, layers, device, len(rows))
+        if kept is None or store is None:
+            return [], 0
+        with store.lock:
+            found = {index: self._find(store, kept, hashes) for index, hashes in chains.items()}
+            count = min((len(blocks) for blocks in found.values()), default=0)
+            tokens = min(count * size, ids.shape[1] - 1)
+            count = -(-tokens // size)
+            chosen = [found[first[tuple(row)]][:count] for row in rows]
+            for blocks in chosen:
+                for block in blocks:
+                    block.refs += 1
+        return chosen, tokens
+
+    def _find(self, store: BlockStore, kept: KeptBlocks, hashes: Sequence[str]) -> list[Block]:
+        """Blocks of the longest known start of a chain, in memory or brought there from disk."""
+        blocks = kept.find(hashes)
+        if len(blocks) == len(hashes) or not self._published.is_open:
+            return blocks
+        for block in blocks:  # making room for the rest must not take them
+            block.refs += 1
+        more = self._published.restore(store, self._fingerprint.current(), hashes[len(blocks) :])
+        kept.add(hashes[: len(blocks) + len(more)], blocks + more)
+        for block in blocks + more:
+            block.refs -= 1
+        return blocks + more
+
+    def _geometry(self, cache: TieredCache) -> list[LayerGeometry]:
+        """The geometry of each tiered layer as the config and the weights' dtype say, before any forward."""
+        layers = kv_layers(self._attachment.config)
+        return [layers[index].geometry(self._model.dtype) for index in cache.parts().tiered]
+
+    def _seed(self, salt: str) -> str:
+        settings = self._settings
+        name = self._fingerprint.current()
+        return prefix.seed(name, block_size=settings.block_size, codec=settings.codec, salt=salt)
+
+    @property
+    def _is_on_one_device(self) -> bool:
+        return len({weight.device for weight in self._model.parameters()}) == 1
+
+    def _is_whole(self, ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether no token of the prompt is masked, be it because `generate` takes it for padding."""
+        if mask is not None:
+            return tuple(mask.shape) == tuple(ids.shape) and bool((mask != 0).all())
+        generation = getattr(self._model, "generation_config", None)
+        padding, ends = (getattr(generation, name, None) for name in ("pad_token_id", "eos_token_id"))
+        if padding is None or padding in (ends if isinstance(ends, list) else [ends]):
+            return True
+        return not bool((ids == padding).any())
+
+    def _learn_ways(self, cache: TieredCache | None = None) -> None:
+        """A prefilled cache cannot find out by itself how attention gets K and V; an earlier one did."""
+        cache = cache or (None if self._last is None else self._last())
+        if cache is not None and cache.mode == "blocks":
+            self._ways = cache.ways
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("The store is closed.", wanted="an open store", got="closed", change="make a new one")
+
+
+def _durable_settings(
+    durable: DurableSettings | str | os.PathLike[str] | bool | None, cold: ColdSettings | None
+) -> DurableSettings | None:
+    if isinstance(durable, DurableSettings):
+        return durable
+    if durable is None or durable is True:
+        return None if cold is None else DurableSettings(cold.path, free_floor=cold.free_floor)
+    return None if durable is False else DurableSettings(durable)
+
+
+def _agreed(seen: torch.Tensor, given: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Token ids of the cache's rows, [rows, tokens], as they were seen.
+
+    Raises:
+        MismatchError: those that were given are others.
+    """
+    if given is None or given.shape[0] != rows:
+        return seen  # beams, of which `generate` returns some
+    _check_ids(given)
+    given = given.to("cpu", torch.int64)
+    both = min(seen.shape[1], given.shape[1])
+    if not torch.equal(seen[:, :both], given[:, :both]):
+        raise MismatchError(
+            "Token ids that are not those the cache was given.",
+            wanted="the ids of the cache's rows, prompt and output",
+            got="others",
+            change="pass what generate returned for this cache, or leave output_ids out",
+        )
+    return seen
+
+
+def _check_ids(ids: torch.Tensor) -> None:
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        raise MismatchError(
+            "Not token ids.",
+            wanted="an integer tensor [rows, tokens] with at least one token",
+            got=tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__,
+            change="pass the tokenizer's input_ids",
+        )
+
+
+def _not_of_this_store() -> MismatchError:
+    return MismatchError(
+        "The cache's blocks do not lie in this store.",
+        wanted="a cache that this store made",
+        got="another one",
+        change="take caches from store.cache(...)",
+    )
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

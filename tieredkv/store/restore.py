@@ -1,0 +1,171 @@
+"""Sealed blocks out of a store as the bytes they have below hot, and back into its slots, verified on arrival.
+
+Imports: block, tiers, store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tieredkv.block import Block, Planes
+from tieredkv.store.blocks import BlockStore
+from tieredkv.store.sharing import stored
+from tieredkv.tiers.rows import pack_rows, unpack_rows
+
+
+class Piece(Protocol):
+    """One layer of consecutive blocks."""
+
+    @property
+    def layer(self) -> int:
+        """The layer."""
+
+    @property
+    def first(self) -> int:
+        """Index of the first of the blocks among those that were asked for."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """uint8 `[n, row_bytes]`, good until the next piece is asked for."""
+
+
+class Export:
+    """The bytes of sealed blocks as they are, or would be, below hot.
+
+    Args:
+        store: the blocks' store; hold its lock while this is used.
+        blocks: sealed blocks.
+    """
+
+    def __init__(self, store: BlockStore, blocks: Sequence[Block]) -> None:
+        self._store, self._blocks = store, list(blocks)
+
+    def rows(self, index: int, layer: int) -> torch.Tensor:
+        """uint8 `[row_bytes]` on the CPU: one layer of `blocks[index]`.
+
+        Raises:
+            ColdTierError: the disk does not answer.
+        """
+        out = torch.empty((1, self._store.mover.row_bytes[layer]), dtype=torch.uint8)
+        pack_rows(self._store.mover.planes[layer], self._planes(self._blocks[index], layer), out)
+        return out[0]
+
+    def checksums(self, index: int) -> tuple[int, ...]:
+        """For each layer the checksum over the bytes: the block's own where it has one."""
+        known, sums = self._blocks[index].checksums, []
+        for layer in range(len(self._store.layers)):
+            value = known[layer]
+            if value is None:
+                planes = self._planes(self._blocks[index], layer)
+                value = int(self._store.mover.checksummer.checksum(planes)[0])
+            sums.append(value)
+        return tuple(sums)
+
+    def _planes(self, block: Block, layer: int) -> Planes:
+        store = self._store
+        role = next(role for role in ("warm", "cold", "hot") if getattr(block, role) is not None)
+        reads = [] if role == "cold" else [(role, getattr(block, role))]
+        planes = store.device.run(lambda: stored(store, layer, block, role), reads=reads, name="export")
+        return store.codec.encode(*planes) if role == "hot" else planes
+
+
+class Restore:
+    """Fills slots with blocks that come piece by piece, in runs: every layer of some blocks, then the next blocks.
+
+    Args:
+        store: where the blocks go; hold its lock.
+        hashes: names of the blocks, for `wrong`.
+        checksums: for each block the checksum of each layer, compared before anything is used.
+
+    Attributes:
+        wrong: the name of a block whose bytes were not those that were stored, or None.
+    """
+
+    def __init__(self, store: BlockStore, hashes: Sequence[str], checksums: Sequence[tuple[int, ...]]) -> None:
+        self._store, self._hashes, self._checksums = store, hashes, checksums
+        self._places = _places(store, len(hashes))
+        self._good = len(self._places)
+        self._whole = 0
+        self.wrong: str | None = None
+
+    @property
+    def room(self) -> int:
+        """How many of the blocks there is room for."""
+        return len(self._places)
+
+    def take(self, piece: Piece) -> bool:
+        """Store a piece; False when no more are of use."""
+        layer, first, store = piece.layer, piece.first, self._store
+        count = min(piece.rows.shape[0], self._good - first)
+        if count <= 0:
+            return False
+        got = store.mover.checksummer.checksum_rows(piece.rows[:count]).tolist()
+        for index, value in enumerate(got):
+            if value != self._checksums[first + index][layer]:
+                self._good, self.wrong, count = first + index, self._hashes[first + index], index
+                break
+        for role in ("hot", "warm"):
+            some = [i for i in range(first, first + count) if self._places[i][0] == role]
+            if some:
+                slots = [self._places[i][1] for i in some]
+                self._write(layer, role, slots, piece.rows[some[0] - first : some[-1] + 1 - first])
+        if layer == len(store.layers) - 1:
+            self._whole = first + count
+        return True
+
+    @property
+    def whole(self) -> int:
+        """How many of the first blocks have all their layers."""
+        return min(self._whole, self._good)
+
+    def finish(self) -> list[Block]:
+        """The blocks that arrived whole, each with one reference; the other slots are free again. Call once."""
+        found: list[Block] = []
+        for index, (role, slot) in enumerate(self._places):
+            if index >= self.whole:
+                self._store.tiers[role].slots.release(slot)
+                continue
+            block = self._store.new_block()
+            setattr(block, role, slot)
+            block.tokens, block.sealed = self._store.block_size, True
+            block.checksums = list(self._checksums[index])
+            found.append(block)
+        return found
+
+    def _write(self, layer: int, role: str, slots: Sequence[int], rows: torch.Tensor) -> None:
+        store, spec = self._store, self._store.mover.planes[layer]
+        if role == "hot":
+            store.note_hot_use(slots)
+
+        def write() -> None:
+            for first, start, length in store.tiers[role].runs(slots):
+                planes = store.tiers[role].run(layer, start, length)
+                if planes is not None:
+                    unpack_rows(spec, rows[first : first + length], planes)
+
+        store.device.up.submit(
+            write, writes=[(role, slot) for slot in slots], after=[store.device.record()], name="restore"
+        ).wait()
+
+
+def _places(store: BlockStore, wanted: int) -> list[tuple[str, int]]:
+    """Slots: hot up to the watermark, where the codec is exact; then warm. What waits for nobody makes way."""
+    while (missing := wanted - sum(_room(store))) > 0 and store.reclaim(missing):
+        pass
+    hot, warm = _room(store)
+    hot = min(hot, wanted)
+    places = [("hot", slot) for slot in store.hot.slots.allocate_many(hot)]
+    if store.warm is not None:
+        slots = store.warm.slots.allocate_many(min(warm, wanted - hot))
+        places += [("warm", slot) for slot in slots]
+    return places
+
+
+def _room(store: BlockStore) -> tuple[int, int]:
+    """(hot, warm) slots that can be taken."""
+    slots = store.hot.slots
+    hot = int(store.settings.watermark * slots.total) - slots.used if store.codec.lossless else 0
+    return max(hot, 0), 0 if store.warm is None else store.warm.slots.free
