@@ -1,10 +1,11 @@
-"""The one harness: interleaved rounds, medians and percentiles, the environment, JSON and Markdown.
+"""The one harness: interleaved rounds, medians and percentiles, the environment, JSON, Markdown and plots.
 
 Contestants take turns within a round, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import gc
@@ -19,6 +20,9 @@ from typing import Any
 
 import torch
 import transformers
+
+from benchmarks import plots
+from benchmarks.plots import Chart
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -130,23 +134,60 @@ def hardware_name() -> str:
     return f"cpu{os.cpu_count()}"
 
 
-def write(question: str, rows: Sequence[Row], folder: Path = RESULTS) -> Path:
-    """Write <question>_<hardware>_<date>.json and .md, and return the Markdown's path."""
+def write(question: str, rows: Sequence[Row], folder: Path = RESULTS, charts: Sequence[Chart] = ()) -> Path:
+    """Write <question>_<hardware>_<date>.json and .md, a PNG for each chart, and return the Markdown's path.
+
+    Without matplotlib the charts are in the JSON alone: `python -m benchmarks.pages` draws them later.
+    """
     env = environment()
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{question}_{hardware_name()}_{env['date']}"
-    record = {"question": question, "environment": env, "rows": [dataclasses.asdict(row) for row in rows]}
+    record = {
+        "question": question,
+        "environment": env,
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "charts": [dataclasses.asdict(chart) for chart in charts],
+    }
     stem.with_suffix(".json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-    lines = [
-        f"# {question}",
-        "",
-        ", ".join(f"{name} {value}" for name, value in env.items()),
-        "",
-        "| measure | value | must reach | reached |",
-        "|---|---|---|---|",
-    ]
-    for row in rows:
-        reached = {True: "yes", False: "**no**", None: ""}[row.reached]
-        lines.append(f"| {row.measure} | {row.value:.3g} {row.unit} | {row.must} | {reached} |")
+    lines = [f"# {question}", "", ", ".join(f"{name} {value}" for name, value in env.items()), "", *table(rows)]
+    for chart in charts:
+        if plots.can_draw():
+            picture = stem.with_name(f"{stem.name}_{chart.name}.png")
+            plots.draw(chart, picture)
+            lines += ["", f"![{chart.title}]({picture.name})"]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     return stem.with_suffix(".md")
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| measure | value | must reach | reached |", "|---|---|---|---|"]
+    for row in rows:
+        reached = {True: "yes", False: "**no**", None: ""}[row.reached]
+        lines.append(f"| {row.measure} | {number(row.value)} {row.unit} | {row.must} | {reached} |")
+    return lines
+
+
+def number(value: float) -> str:
+    """Three digits, without an exponent where it can be read."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def answer(question: str, description: str | None, figures: Callable[[bool], tuple[list[Row], list[Chart]]]) -> None:
+    """The command line of a question: measure, print, write.
+
+    Args:
+        question: its name.
+        description: for --help.
+        figures: (quick) -> rows and charts.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="small sizes, for checking that it runs; writes nothing")
+    quick = parser.parse_args().quick
+    started = time.perf_counter()
+    with torch.no_grad():
+        rows, charts = figures(quick)
+    for row in rows:
+        print(f"{row.measure}: {number(row.value)} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
+    if not quick:
+        print(write(question, rows, charts=charts), f"{time.perf_counter() - started:.0f} s")
