@@ -353,8 +353,11 @@ class Forwarding(DynamicCache):
 
     def attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
         """One layer's attention in an open forward, for the attention function; see `Engine.attend`."""
+        store = self._place.need_store()
         try:
-            with steady(self._place.need_store(), self._place.need_holder(), plan) as placed:
+            if len(store.holders) == 1:  # nobody else can move its blocks
+                return self.engine.attend(plan, call)
+            with steady(store, self._place.need_holder(), plan) as placed:
                 return self.engine.attend(placed, call)
         except BaseException:
             plan.updated.discard(call.layer)  # as in `_gather`

@@ -27,7 +27,7 @@ from tieredkv.config import CacheSettings, Size
 from tieredkv.device import LEDGER, Device, Event
 from tieredkv.errors import BudgetError, ClosedError, TieredKVError
 from tieredkv.placement import Candidate, leaving, leaving_order
-from tieredkv.plan import ForwardPlan, Visibility
+from tieredkv.plan import Chunk, ForwardPlan, Run, Visibility
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.stats import Counters
 from tieredkv.store.moves import LOWER, MoveQueue
@@ -51,13 +51,13 @@ class Holder:
         priority: blocks of low priority leave hot first.
         last_access: number of its last forward.
         plan: the forward that is under way, or None.
-        seen_version: changes whenever the table does.
         merged: leading blocks of the rows that were compared with each other.
         exact_tokens: with a lossy codec, leading tokens that were computed from exact K and V alone; None for all.
         keeps: not a cache, but what keeps blocks for later ones.
         number: of the holder in its store.
         quota_slots: hot slots for the blocks that it alone holds, or None for no limit.
         moves_left: blocks that may be copied down ahead of need; grows with each of its forwards.
+        reads: where its last forward read, and what that was worked out from.
     """
 
     table: BlockTable
@@ -65,13 +65,13 @@ class Holder:
     priority: int = 0
     last_access: int = 0
     plan: ForwardPlan | None = None
-    seen_version: int = 0
     merged: int = 0
     exact_tokens: int | None = None
     keeps: bool = False
     number: int = 0
     quota_slots: int | None = None
     moves_left: int = 0
+    reads: tuple[tuple[int, int, int], tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]] | None = None
 
     def own_hot_slots(self) -> int:
         """Hot slots of blocks that nobody else holds."""

