@@ -6,6 +6,7 @@ Imports: tieredkv, torch.
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -96,9 +97,21 @@ def quarantined(path: Path) -> list[Path]:
 
 
 def disk_bytes(path: Path) -> int:
-    """Bytes of all files below a path; one that goes meanwhile does not count."""
-    total = 0
-    for found in path.rglob("*"):
+    """Bytes of all files below a path that were there at one and the same moment.
+
+    Another process may rename a file while the folders are walked, which then shows twice, or evict one and write
+    another. What two walks after each other both saw was there between them.
+    """
+    first, second = _inodes(path), _inodes(path)
+    return sum(size for inode, size in second.items() if inode in first)
+
+
+def _inodes(path: Path) -> dict[int, int]:
+    """Size of each file below a path by its inode; one that goes meanwhile does not count."""
+    found: dict[int, int] = {}
+    for each in path.rglob("*"):
         with suppress(FileNotFoundError):
-            total += found.stat().st_size if found.is_file() else 0
-    return total
+            state = each.stat()
+            if stat.S_ISREG(state.st_mode):
+                found[state.st_ino] = state.st_size
+    return found
