@@ -311,3 +311,17 @@ def locations(cache: tieredkv.TieredCache) -> Sequence[str]:
     """The tier of each block, row by row."""
     tiered = cache.parts().tiered
     return [entry.location for entry in cache.block_table() if entry.layer_id == tiered[0]]
+
+
+def greedy_answer(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Tokens that `generate` adds to ids [1, tokens], and the logits of each, [new_tokens, vocabulary]."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits)

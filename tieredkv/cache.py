@@ -68,20 +68,19 @@ class TieredCache(Resumable):
         settings: CacheSettings | None = None,
         device: Device | None = None,
     ) -> None:
-        chosen: dict[str, Any] = {
-            "hot": hot,
-            "warm": warm,
-            "cold": cold,
-            "block_size": block_size,
-            "window": window,
-            "codec": codec,
-            "verify": verify,
-            "max_tokens": max_tokens,
-        }
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        chosen_settings = dataclasses.replace(settings or CacheSettings(), **chosen)
-        get_codec(chosen_settings.codec)
-        super().__init__(Attachment.to(model), chosen_settings, device)
+        chosen = CacheSettings.chosen(
+            settings,
+            hot=hot,
+            warm=warm,
+            cold=cold,
+            block_size=block_size,
+            window=window,
+            codec=codec,
+            verify=verify,
+            max_tokens=max_tokens,
+        )
+        get_codec(chosen.codec)
+        super().__init__(Attachment.to(model), chosen, device)
         self.leaving: Callable[[TieredCache], object] | None = None
 
     # ---- whole-cache operations

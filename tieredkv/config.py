@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from tieredkv.errors import ConfigError
 
@@ -254,6 +254,12 @@ class CacheSettings:
     def sink_blocks(self) -> int:
         """First blocks of each row that hold its sinks."""
         return -(-self.sinks // self.block_size)
+
+    @classmethod
+    def chosen(cls, settings: CacheSettings | None, **values: Any) -> CacheSettings:
+        """These settings, or the defaults, with the values that are not None in the place of theirs."""
+        given = {name: value for name, value in values.items() if value is not None}
+        return dataclasses.replace(settings or cls(), **given)
 
     @property
     def depends_on_rows(self) -> bool:

@@ -81,7 +81,8 @@ class KVStore:
         settings: everything else; the arguments above win over it.
         durable: where published blocks are kept for other processes and for later: a directory, or its settings; False
             for nowhere. Default: the folder `cold`, with its free-space floor, where there is one.
-        policy: which blocks that no cache uses go first when room is needed: "s3fifo", "arc" or "lru".
+        policy: which blocks that no cache uses go first when room is needed: "lhd" (default), "s3fifo", "arc" or
+            "lru".
         device: the computing device, for tests.
 
     Raises:
@@ -104,10 +105,9 @@ class KVStore:
         policy: str = DEFAULT_POLICY,
         device: Device | None = None,
     ) -> None:
-        chosen: dict[str, Any] = {"hot": hot, "warm": warm, "cold": cold, "block_size": block_size}
-        chosen |= {"window": window, "codec": codec}
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        self._settings = dataclasses.replace(settings or CacheSettings(), **chosen)
+        self._settings = CacheSettings.chosen(
+            settings, hot=hot, warm=warm, cold=cold, block_size=block_size, window=window, codec=codec
+        )
         self._attachment, self._device = Attachment.to(model), device
         self._model, self._config = model, model.config
         self.refusal = prefix.why_not_shared(self._config)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import difference
+from support import difference, greedy_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import tieredkv
@@ -44,23 +44,10 @@ def test_tokens_are_those_of_the_stock_cache(loaded: tuple[Any, torch.Tensor], c
     model, ids = loaded
     assert ids.shape[1] == TOKENS
     model.set_attn_implementation("eager" if way == "gather" else "sdpa")
-
-    def answer(cache: Any) -> tuple[list[int], torch.Tensor]:
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        return out.sequences[0, TOKENS:].tolist(), torch.cat(out.logits)
-
-    wanted = answer(DynamicCache(config=model.config))
+    wanted = greedy_answer(model, ids, DynamicCache(config=model.config), NEW_TOKENS)
     sizes: dict[str, Any] = {"hot": "1024 tokens", "warm": "1024 tokens", "cold": cold_dir, "window": 512}
     with tieredkv.TieredCache(model if way == "blocks" else model.config, **sizes) as cache:
-        got = answer(cache)
+        got = greedy_answer(model, ids, cache, NEW_TOKENS)
         stats = cache.stats()
         places = {entry.location for entry in cache.block_table()}
     assert stats.mode == way and places == {"hot", "warm", "cold"}

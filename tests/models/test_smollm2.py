@@ -6,11 +6,10 @@ The model comes in an installed package and is loaded once. Everything here is s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support import difference
+from support import difference, greedy_answer
 from transformers import DynamicCache
 
 import tieredkv
@@ -36,23 +35,9 @@ def prompt(loaded: Loaded) -> torch.Tensor:
     return ids
 
 
-def answer(model: Any, ids: torch.Tensor, cache: Any) -> tuple[list[int], torch.Tensor]:
-    """Tokens of a greedy answer, and the logits of each, [tokens, vocabulary]."""
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits)
-
-
 @pytest.fixture(scope="module")
 def wanted(loaded: Loaded, prompt: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    return answer(loaded.model, prompt, DynamicCache(config=loaded.model.config))
+    return greedy_answer(loaded.model, prompt, DynamicCache(config=loaded.model.config), NEW_TOKENS)
 
 
 @pytest.mark.parametrize("way", ["blocks", "gather"])
@@ -66,7 +51,7 @@ def test_an_answer_from_three_tiers_is_that_of_the_stock_cache(
         model if way == "blocks" else model.config, hot=all_bytes // 8, warm=all_bytes // 4, cold=cold_dir, window=256
     )
     with cache:
-        got, logits = answer(model, prompt, cache)
+        got, logits = greedy_answer(model, prompt, cache, NEW_TOKENS)
         stats = cache.stats()
         places = {entry.location for entry in cache.block_table()}
     assert got == wanted[0]
