@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import feed, small, tiny, tokens
+from support import at_rest, feed, small, tiny, tokens
 
 import tieredkv
 from tieredkv.block import Block
@@ -29,7 +29,7 @@ def test_each_move_is_a_line_with_all_that_is_known(cold_dir: Path, tmp_path: Pa
     before = time.perf_counter()
     with small(model, cold_dir, settings=LOGGED) as cache:
         feed(model, tokens(150), cache, [100, 1, 1])
-        cache.write_events(tmp_path / "moves.jsonl")
+        at_rest(cache).write_events(tmp_path / "moves.jsonl")
         log, total = cache.move_log(), sum(move.bytes for move in cache.stats().moves.values())
     found = lines(tmp_path / "moves.jsonl")
     assert len(found) == len(log) > 10
@@ -46,7 +46,7 @@ def test_the_trace_has_a_track_for_each_direction(cold_dir: Path, tmp_path: Path
     model = tiny()
     with small(model, cold_dir, settings=LOGGED) as cache:
         feed(model, tokens(150), cache, [100, 1, 1])
-        cache.write_trace(tmp_path / "trace.json")
+        at_rest(cache).write_trace(tmp_path / "trace.json")
         directions = {name.replace("_", " ") for name in cache.stats().moves}
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}

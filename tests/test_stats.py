@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support import feed, generate, small, tiny, tokens
+from support import at_rest, feed, generate, small, tiny, tokens
 
 import tieredkv
 from tieredkv.block import Block
@@ -189,7 +189,7 @@ def test_the_move_log(cold_dir: Path) -> None:
     model = tiny()
     with small(model, cold_dir, settings=tieredkv.CacheSettings(log_moves=True)) as cache:
         feed(model, tokens(150), cache, [100, 1, 1])
-        log = cache.move_log()
+        log = at_rest(cache).move_log()
         assert {record.source for record in log} >= {"hot", "cold"}
         total = sum(record.bytes for record in log)
         assert total == sum(move.bytes for move in cache.stats().moves.values())
