@@ -113,6 +113,9 @@ def makers(folder: str) -> dict[str, Callable[[Any, int], Any]]:
         "ours, everything hot": lambda config, tokens: TieredCache(config, hot=f"{tokens + BLOCK} tokens", warm=0),
         f"{budget}, rest warm": ours(warm="40000 tokens", **part),
         f"{budget}, rest warm as int8": ours(warm="40000 tokens", codec="int8", **part),
+        f"ours, on the device, int8 outside the last {WINDOW:,} tokens": lambda config, tokens: TieredCache(
+            config, hot=f"{HOT_TOKENS + tokens * 9 // 16} tokens", warm=0, window=WINDOW, codec="int8", hot_codec="int8"
+        ),
         f"{budget}, rest cold": ours(warm=0, cold=folder, **part),
     }
 
@@ -158,7 +161,7 @@ def measure(name: str, tokens: int) -> Measured:
             if stats.mode != "blocks":
                 raise LookupError(f"{name} gathered: {stats.fallback_reason}")
             host, disk, kept = stats.warm.peak_bytes, stats.cold.peak_bytes, kept - stats.warm.reserved_bytes
-            touched = host + min(kept, stats.hot.peak_bytes)  # pools take memory as they fill
+            touched = host + min(kept, stats.hot.peak_bytes + stats.packed.peak_bytes)  # pools take memory as they fill
         measured = Measured(kept, max(peak - touched, 0), host, disk)
         close(cache)
         return measured

@@ -297,8 +297,9 @@ def _audit_slots(store: BlockStore) -> None:
 
 def _audit_budgets(store: BlockStore) -> None:
     budget = store.budget
-    assert store.hot.peak_bytes + budget.staging_bytes <= budget.hot_bytes
-    assert store.hot.reserved_bytes + budget.staging_bytes <= budget.hot_bytes
+    packed_bytes = 0 if store.packed is None else max(store.packed.peak_bytes, store.packed.reserved_bytes)
+    assert store.hot.peak_bytes + budget.staging_bytes + packed_bytes <= budget.hot_bytes
+    assert store.hot.reserved_bytes + budget.staging_bytes + packed_bytes <= budget.hot_bytes
     if store.warm is not None:
         assert max(store.warm.peak_bytes, store.warm.reserved_bytes) <= budget.warm_bytes
     if store.cold is not None and budget.cold_bytes is not None:

@@ -233,7 +233,7 @@ def _graphs(stats: CacheStats) -> Iterator[Finding]:
 
 def _lossy(stats: CacheStats) -> Iterator[Finding]:
     if stats.codec != "raw":
-        below = stats.warm.blocks + stats.cold.blocks
+        below = stats.packed.blocks + stats.warm.blocks + stats.cold.blocks
         text = f"Blocks below hot are stored as {stats.codec}, which is lossy: {below} blocks are."
         yield Finding("lossy", "note", below, "blocks", text, 'codec="raw" for exact attention')
     if stats.beyond == "drop":

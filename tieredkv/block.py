@@ -14,6 +14,11 @@ import math
 
 import torch
 
+TIERS = ("hot", "packed", "warm", "cold")
+"""Fastest first. "packed" is device memory too, and holds blocks in the codec of the tiers below it."""
+LOWER = TIERS[1:]
+"""The tiers that hold blocks as a codec made them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerGeometry:
@@ -81,6 +86,7 @@ class Block:
         refs: how many table entries point to it; freed at zero.
         sealed: full and immutable.
         hot: slot in the hot tier, or None.
+        packed: slot in the packed tier, or None.
         warm: slot in the warm tier, or None.
         cold: slot in the cold tier, or None.
         checksums: per layer, the 64-bit checksum over the bytes as stored below hot, or None while there is none.
@@ -93,6 +99,7 @@ class Block:
     refs: int = 1
     sealed: bool = False
     hot: int | None = None
+    packed: int | None = None
     warm: int | None = None
     cold: int | None = None
     checksums: list[int | None] = dataclasses.field(default_factory=list)
@@ -101,13 +108,13 @@ class Block:
 
     @property
     def location(self) -> str:
-        """The fastest tier that holds the block: "hot", "warm", "cold" or "nowhere"."""
-        for tier in ("hot", "warm", "cold"):
+        """The fastest tier that holds the block, one of `TIERS`, or "nowhere"."""
+        for tier in TIERS:
             if getattr(self, tier) is not None:
                 return tier
         return "nowhere"
 
     @property
     def is_stored_below(self) -> bool:
-        """Whether warm or cold holds a copy, so that the hot copy can be dropped without moving bytes."""
-        return self.warm is not None or self.cold is not None
+        """Whether a tier below hot holds a copy, so that the hot copy can be dropped without moving bytes."""
+        return self.packed is not None or self.warm is not None or self.cold is not None

@@ -24,7 +24,7 @@ class TableEntry:
         block_id: id of the block within its store.
         layer_id: index of the layer in the model.
         token_range: first token and one past the last, counted from the row's first stored token.
-        location: the fastest tier that holds the block: "hot", "warm" or "cold"; "nowhere" once it was dropped.
+        location: the fastest tier that holds the block: one of `block.TIERS`; "nowhere" once it was dropped.
         offset: bytes from the start of that tier's memory for this layer (K plane, first head) to the block.
         last_access: number of the forward that last attended or wrote the block.
         ref_count: how many rows, of all caches, point to the block.

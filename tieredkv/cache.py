@@ -43,6 +43,7 @@ class TieredCache(Resumable):
         block_size: tokens of a block, a multiple of 16. Default: 128.
         window: most recent tokens of each row that stay hot. Default: 2,048, or what fits hot if that is less.
         codec: "raw" (exact, the default), or "fp8", "int8", "int4" below hot (lossy).
+        hot_codec: the same name as `codec` to keep blocks outside the window encoded on the device too. Default: None.
         verify: "always" (default), "first" or "off".
         max_tokens: tokens of each row that must fit, checked at the first forward.
         settings: everything else; the arguments above win over it.
@@ -63,6 +64,7 @@ class TieredCache(Resumable):
         block_size: int | None = None,
         window: int | None = None,
         codec: str | None = None,
+        hot_codec: str | None = None,
         verify: Verify | None = None,
         max_tokens: int | None = None,
         settings: CacheSettings | None = None,
@@ -76,6 +78,7 @@ class TieredCache(Resumable):
             block_size=block_size,
             window=window,
             codec=codec,
+            hot_codec=hot_codec,
             verify=verify,
             max_tokens=max_tokens,
         )

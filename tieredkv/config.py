@@ -134,6 +134,8 @@ class CacheSettings:
         window: most recent tokens of each row that stay hot; None for 2,048, or what fits hot if that is less.
             A floor: older blocks are written down early, and stay hot while there is room.
         codec: encoding of blocks below hot, "raw" (exact), "fp8", "int8" or "int4" (lossy).
+        hot_codec: the name of `codec`, which is lossy, to keep blocks outside the window encoded on the device too, in
+            the part of `hot` that the window leaves. None: all blocks on the device are exact.
         verify: when checksums are compared: at every crossing, at a block's first read, or never.
         watermark: share of the hot slots above which blocks outside the window leave hot.
         write_down_at: share of the hot slots above which blocks outside the window are copied down ahead of need.
@@ -164,6 +166,7 @@ class CacheSettings:
     block_size: int = 128
     window: int | None = None
     codec: str = "raw"
+    hot_codec: str | None = None
     verify: Verify = "always"
     watermark: float = 0.85
     write_down_at: float = 0.5
@@ -241,6 +244,20 @@ class CacheSettings:
                 wanted='"demote", or "drop" with window=',
                 got=f"beyond={self.beyond!r}, window={self.window}",
                 change='beyond="demote", or give window= and sinks=',
+            )
+        if self.hot_codec is not None and (self.hot_codec == "raw" or self.hot_codec != self.codec):
+            raise ConfigError(
+                "What is encoded on the device is stored below it as it is.",
+                wanted="hot_codec and codec of one name, and not raw",
+                got=f"hot_codec={self.hot_codec!r}, codec={self.codec!r}",
+                change='hot_codec="int8", codec="int8"',
+            )
+        if self.hot_codec is not None and self.beyond == "drop":
+            raise ConfigError(
+                "What leaves the window is dropped or encoded, not both.",
+                wanted='hot_codec= with beyond="demote"',
+                got=f'hot_codec={self.hot_codec!r}, beyond="drop"',
+                change="leave one of the two out",
             )
         if self.sinks < 0 or self.queue_blocks < 1 or (self.moves_per_forward or 0) < 0:
             raise ConfigError(

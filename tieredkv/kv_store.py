@@ -76,8 +76,8 @@ class KVStore:
 
     Args:
         model: a transformers model. Attention over blocks is selected on it until `close`.
-        hot, warm, cold, block_size, window, codec: as for `TieredCache`; all caches of the store together stay within
-            these sizes. Sizes in tokens are for each row of the first cache's batch.
+        hot, warm, cold, block_size, window, codec, hot_codec: as for `TieredCache`; all caches of the store together
+            stay within these sizes. Sizes in tokens are for each row of the first cache's batch.
         settings: everything else; the arguments above win over it.
         durable: where published blocks are kept for other processes and for later: a directory, or its settings; False
             for nowhere. Default: the folder `cold`, with its free-space floor, where there is one.
@@ -100,13 +100,21 @@ class KVStore:
         block_size: int | None = None,
         window: int | None = None,
         codec: str | None = None,
+        hot_codec: str | None = None,
         settings: CacheSettings | None = None,
         durable: DurableSettings | str | os.PathLike[str] | bool | None = None,
         policy: str = DEFAULT_POLICY,
         device: Device | None = None,
     ) -> None:
         self._settings = CacheSettings.chosen(
-            settings, hot=hot, warm=warm, cold=cold, block_size=block_size, window=window, codec=codec
+            settings,
+            hot=hot,
+            warm=warm,
+            cold=cold,
+            block_size=block_size,
+            window=window,
+            codec=codec,
+            hot_codec=hot_codec,
         )
         self._attachment, self._device = Attachment.to(model), device
         self._model, self._config = model, model.config

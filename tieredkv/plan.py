@@ -73,7 +73,7 @@ class ThroughWrite:
         row: batch row.
         source: first of the row's new tokens (0 is the forward's first).
         blocks: the blocks, in order, each `block_size` tokens.
-        tier: "warm" or "cold".
+        tier: the lower tier.
         slots: the tier's slot for each block.
     """
 

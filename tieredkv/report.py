@@ -1,6 +1,6 @@
 """Snapshots of a cache for people: statistics and the printed block table.
 
-Imports: config, block_table, stats, store, attention.
+Imports: config, block, block_table, stats, store, attention.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 from tieredkv.attention.kernels import GRAPH_CAP
+from tieredkv.block import TIERS
 from tieredkv.block_table import TableEntry
 from tieredkv.config import CacheSettings
-from tieredkv.stats import CacheStats, Mode, PhaseStats, TierStats
+from tieredkv.stats import NO_TIER, CacheStats, Mode, PhaseStats, TierStats
 from tieredkv.store import BlockStore, Holder
-
-_NOTHING = TierStats(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Parts:
 def stats(parts: Parts) -> CacheStats:
     """What the cache has done and holds; counters are its store's, which deep copies share."""
     store, holder = parts.store, parts.holder
-    tiers = {role: _NOTHING if store is None else _tier(store, role) for role in ("hot", "warm", "cold")}
+    tiers = {role: NO_TIER if store is None else _tier(store, role) for role in TIERS}
     prefill, decode = (PhaseStats(), PhaseStats()) if store is None else store.counters.phases()
     moves = {} if store is None else store.counters.moves()
     counters = None if store is None else store.counters
@@ -56,6 +55,7 @@ def stats(parts: Parts) -> CacheStats:
         window_tokens=(parts.settings.window or 0) if store is None else store.budget.window_tokens,
         codec=parts.settings.codec,
         hot=tiers["hot"],
+        packed=tiers["packed"],
         warm=tiers["warm"],
         cold=tiers["cold"],
         moves=moves,
@@ -105,9 +105,9 @@ def _distinct(holder: Holder | None) -> tuple[int, int]:
 def _tier(store: BlockStore, role: str) -> TierStats:
     tier = store.tiers.get(role)
     if tier is None:
-        return _NOTHING
+        return NO_TIER
     staging = store.budget.staging_bytes if role == "hot" else 0
-    budget = store.budget.hot_bytes if role == "hot" else tier.budget_bytes
+    budget = store.budget.hot_bytes - store.budget.packed_bytes if role == "hot" else tier.budget_bytes
     return TierStats(
         budget_bytes=budget,
         used_bytes=tier.used_bytes + staging,
@@ -144,7 +144,7 @@ def block_table(parts: Parts) -> list[TableEntry]:
 
 
 def _offset(store: BlockStore, location: str, slot: int | None, layer: int) -> int:
-    """Bytes from the start of the layer's first plane (hot, warm) or of a row-ordered file (cold) to the block."""
+    """Bytes from the start of the layer's first plane (in memory) or of a row-ordered file (cold) to the block."""
     if slot is None:
         return -1
     if location == "cold":

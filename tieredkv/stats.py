@@ -41,6 +41,9 @@ class TierStats:
     hits: int
 
 
+NO_TIER = TierStats(0, 0, 0, 0, 0, 0, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class MoveStats:
     """Traffic in one direction.
@@ -157,6 +160,7 @@ class CacheStats:
         sinks: first tokens of each row that stay hot.
         beyond: what happens to blocks that leave the window: "demote", or "drop", which is lossy.
         dropped_blocks: blocks of the table that were freed because of `beyond="drop"`.
+        packed: blocks in device memory as `hot_codec` stores them; its budget is a part of `hot=`, beside that of hot.
     """
 
     mode: Mode
@@ -196,6 +200,7 @@ class CacheStats:
     sinks: int = 0
     beyond: Beyond = "demote"
     dropped_blocks: int = 0
+    packed: TierStats = NO_TIER
 
     @property
     def lossless(self) -> bool:
@@ -233,7 +238,7 @@ class CacheStats:
             KeyError, TypeError: it is not such a record.
         """
         records: dict[str, Any] = {
-            **{name: _record(TierStats, saved[name]) for name in ("hot", "warm", "cold")},
+            **{name: _record(TierStats, saved[name]) for name in ("hot", "packed", "warm", "cold") if name in saved},
             **{name: _record(PhaseStats, saved[name]) for name in ("prefill", "decode")},
             "moves": {name: _record(MoveStats, move) for name, move in saved["moves"].items()},
             "pin_failures": tuple(saved.get("pin_failures", ())),
@@ -288,7 +293,7 @@ class Counters:
         self._phases: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
         self._phase = "prefill"
         self._hits_before = 0
-        self.hits = {"hot": 0, "warm": 0, "cold": 0}
+        self.hits = dict.fromkeys(("hot", "packed", "warm", "cold"), 0)
         self.verified_blocks = 0
         self.checksum_failures = 0
         self.retries = 0

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tieredkv.block import Block, LayerGeometry, Planes
+from tieredkv.block import LOWER, Block, LayerGeometry, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.codecs import Codec
 from tieredkv.config import Verify
@@ -42,8 +42,8 @@ class Move:
 
     Args:
         blocks: what moves.
-        source: "hot" or "warm".
-        target: "warm" or "cold".
+        source: where it was.
+        target: one of the tiers below it.
         slots: the target's slot for each block.
         event: done when every layer has arrived and was verified.
         reason: for the log.
@@ -62,7 +62,7 @@ class Mover:
 
     Args:
         device: streams and events.
-        tiers: "hot" and, where they exist, "warm" and "cold".
+        tiers: "hot" and those of `LOWER` that exist.
         codec: encoding below hot.
         layers: geometry of each tiered layer.
         block_size: tokens of a block.
@@ -195,7 +195,9 @@ class Mover:
                 return self._codec.encode(k_pool[:, start : start + count], v_pool[:, start : start + count])
             index = torch.tensor(slots, device=k_pool.device)
             return self._codec.encode(k_pool.index_select(1, index), v_pool.index_select(1, index))
-        planes = tuple(plane.empty(len(slots)) for plane in self.planes[layer])
+        tier = self._tiers[source]
+        device = tier.planes[layer][0].device if isinstance(tier, HotTier) else "cpu"
+        planes = tuple(plane.empty(len(slots), device) for plane in self.planes[layer])
         self._read_verified(layer, blocks, source, planes)
         return planes
 
@@ -252,7 +254,7 @@ class Mover:
 
         Args:
             layer: tiered layer.
-            blocks: stored blocks; each is read from warm when it is there, else from cold.
+            blocks: stored blocks; each is read from the fastest tier below hot that has it.
             k_out: [kv_heads, blocks, block_size, k_dim], written.
             v_out: [kv_heads, blocks, block_size, v_dim], written.
             scratch: encoded planes for as many blocks, on the computing device; None for the raw codec, which arrives
@@ -320,7 +322,7 @@ class Mover:
     def _read_again(self, layer: int, block: Block, tier: str, out: Planes) -> None:
         """Read one block once more, then from the other tier that has it; raise when none gives the right bytes."""
         error: ChecksumError | ColdTierError | None = None
-        for source in (tier, *(t for t in ("warm", "cold") if t != tier and getattr(block, t) is not None)):
+        for source in (tier, *(t for t in LOWER if t != tier and getattr(block, t) is not None)):
             self._counters.failed(retries=1)
             try:
                 self._tiers[source].read(layer, [_slot(block, source)], out)
@@ -357,12 +359,17 @@ class Mover:
         """A block was freed: drop what was remembered about it."""
         if self._verify == "first":
             layers = range(len(self._layers))
-            self._seen -= {(tier, block.id, layer) for tier in ("warm", "cold") for layer in layers}
+            self._seen -= {(tier, block.id, layer) for tier in LOWER for layer in layers}
 
 
 def read_regions(blocks: Sequence[Block]) -> list[Region]:
     """The regions that `fetch` of these blocks may read."""
-    return [(tier, slot) for block in blocks for tier in ("warm", "cold") if (slot := getattr(block, tier)) is not None]
+    return [(tier, slot) for block in blocks for tier in LOWER if (slot := getattr(block, tier)) is not None]
+
+
+def read_from(block: Block) -> str:
+    """The tier from which a block that is not hot is read: the fastest that stores it."""
+    return next((tier for tier in LOWER if getattr(block, tier) is not None), LOWER[-1])
 
 
 def _slot(block: Block, tier: str) -> int:
@@ -376,7 +383,7 @@ def _by_tier(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
     """Neighbouring blocks that are read from the same tier, as (first, count, tier)."""
     groups: list[tuple[int, int, str]] = []
     for index, block in enumerate(blocks):
-        tier = "warm" if block.warm is not None else "cold"
+        tier = read_from(block)
         if groups and groups[-1][2] == tier:
             first, count, _ = groups[-1]
             groups[-1] = (first, count + 1, tier)

@@ -39,6 +39,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V of one layer, [rows, kv_heads, tokens, dim]."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PackedExactly(tieredkv.CacheSettings):
+    """Blocks outside the window lie in a second place on the device, as they are: of no use, but comparable bitwise."""
+
+    hot_codec: str | None = "raw"
+
+    def __post_init__(self) -> None:
+        """Else refused."""
+
+
 class DummyAttention(torch.nn.Module):
     """What the attention function reads of a model's attention module."""
 
@@ -109,6 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
         dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
         verify=st.sampled_from(["always", "first", "off"]),
         is_watched=st.booleans(),
+        is_packed=st.sampled_from([False, False, True]),
         read_in_place=st.booleans(),
     )
     def start(self, seed: int, hot_blocks: int, warm_blocks: int, cold_cap: str | None, **drawn: Any) -> None:
@@ -117,7 +128,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory(prefix="tieredkv-stateful-")
         cold = None if cold_cap == "none" else tieredkv.ColdSettings(self.folder.name, cap=cold_cap, free_floor=0)
         config = config_of("llama", num_hidden_layers=LAYERS)
-        chosen = tieredkv.CacheSettings(
+        kind = PackedExactly if drawn["is_packed"] else tieredkv.CacheSettings
+        hot_blocks += 4 * drawn["is_packed"]
+        chosen = kind(
             hot=f"{hot_blocks * BLOCK + BLOCK} tokens",
             warm=f"{warm_blocks * BLOCK} tokens",
             cold=cold,

@@ -44,6 +44,9 @@ def demo(
         int | None, typer.Option(help="Recent tokens that stay hot.", show_default="what fits hot")
     ] = None,
     codec: Annotated[str, typer.Option(help="Below hot: raw, fp8, int8 or int4.")] = "raw",
+    hot_codec: Annotated[
+        str | None, typer.Option(help="The codec's name: encode on the device too, outside the window.")
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens of a block.", show_default="128, less where hot is small")
     ] = None,
@@ -69,6 +72,7 @@ def demo(
     """
     console = Console()
     settings: dict[str, Any] = {"hot": hot, "warm": warm, "window": window, "codec": codec, "cold": cold}
+    settings["hot_codec"] = hot_codec
     with _errors_told(console), quiet():
         choices = Choices(
             model=model,

@@ -169,7 +169,10 @@ def _add_tiers(table: Table, report: Report) -> None:
     stats = report.stats
     sizes = (format_bytes(report.tiered.device_kv_bytes), format_bytes(report.dynamic.device_kv_bytes))
     table.add_row("K and V on device, peak", *sizes)
-    for name, tier in (("hot", stats.hot), ("warm", stats.warm), ("cold", stats.cold)):
+    tiers = {"hot": stats.hot, "warm": stats.warm, "cold": stats.cold}
+    if stats.packed.budget_bytes:
+        tiers = {"hot": stats.hot, "packed": stats.packed, **tiers}
+    for name, tier in tiers.items():
         table.add_row(f"{name}, peak of budget", _tier(tier), "")
     if stats.gather_peak_bytes:
         table.add_row("gathered for one layer", format_bytes(stats.gather_peak_bytes), "")
@@ -185,8 +188,8 @@ def _tier(tier: TierStats) -> str:
 
 
 def _add_moves(table: Table, stats: CacheStats) -> None:
-    hits = (stats.hot.hits, stats.warm.hits, stats.cold.hits)
-    table.add_row("reads from hot, warm, cold", ", ".join(f"{count:,}" for count in hits), "")
+    hits = (stats.hot.hits + stats.packed.hits, stats.warm.hits, stats.cold.hits)
+    table.add_row("reads from device, warm, cold", ", ".join(f"{count:,}" for count in hits), "")
     for name, move in sorted(stats.moves.items()):
         direction = name.replace("_to_", " → ")
         size = f"{move.blocks:,.0f} blocks, {format_bytes(move.bytes)}"

@@ -8,9 +8,9 @@ Imports: everything to its left.
 
 from __future__ import annotations
 
-from tieredkv.store.blocks import LOWER, BlockStore, Holder
+from tieredkv.store.blocks import BlockStore, Holder
 from tieredkv.store.gather import gather, read_layer
 from tieredkv.store.reads import steady
 from tieredkv.store.writes import check_tensors, write
 
-__all__ = ["LOWER", "BlockStore", "Holder", "check_tensors", "gather", "read_layer", "steady", "write"]
+__all__ = ["BlockStore", "Holder", "check_tensors", "gather", "read_layer", "steady", "write"]

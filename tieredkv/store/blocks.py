@@ -30,12 +30,12 @@ from tieredkv.placement import Candidate, leaving, leaving_order
 from tieredkv.plan import Chunk, ForwardPlan, Run, Visibility
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.stats import Counters
-from tieredkv.store.moves import LOWER, MoveQueue
+from tieredkv.store.moves import MoveQueue
 from tieredkv.store.opening import Budget, open_tiers, staging_ring
 from tieredkv.tiers import Tier
 from tieredkv.transfer import Mover, read_regions
 
-__all__ = ["LOWER", "BlockStore", "Holder"]
+__all__ = ["BlockStore", "Holder"]
 
 _UNUSED_TOKENS = 2**62
 """The distance from the end of a row of what is in no row: such blocks leave hot first."""
@@ -84,7 +84,7 @@ class Holder:
 
 
 class BlockStore(MoveQueue):
-    """Blocks of one model in up to three tiers.
+    """Blocks of one model in up to three tiers, device memory in two forms.
 
     Args:
         settings: sizes and choices.
@@ -123,10 +123,11 @@ class BlockStore(MoveQueue):
         self.budget = Budget.resolve(settings, self.layers, self.codec, device, rows)
         self.budget.promise_to(self, device)
         self.tiers: dict[str, Tier] = {}
-        self.hot, self.warm, self.cold = open_tiers(
+        self.hot, self.packed, self.warm, self.cold = open_tiers(
             self.budget, settings, self.layers, self.layer_devices, self.codec, device, fingerprint
         )
-        self.tiers = {tier.role: tier for tier in (self.hot, self.warm, self.cold) if tier is not None}
+        opened = (self.hot, self.packed, self.warm, self.cold)
+        self.tiers = {tier.role: tier for tier in opened if tier is not None}
         self.mover = Mover(device, self.tiers, self.codec, self.layers, self.block_size, settings.verify, self.counters)
         ring = staging_ring(self.budget, settings, self.layers, self.mover, self.codec, device)
         self.prefetcher = Prefetcher(device, self.mover, ring, self.counters)

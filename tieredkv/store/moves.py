@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from tieredkv.block import Block, LayerGeometry
+from tieredkv.block import LOWER, TIERS, Block, LayerGeometry
 from tieredkv.config import CacheSettings
 from tieredkv.device import Device
 from tieredkv.errors import BudgetError, ChecksumError, ColdTierError, TieredKVError
@@ -20,8 +20,6 @@ from tieredkv.tiers import Tier
 from tieredkv.transfer import Move, Mover
 
 logger = logging.getLogger("tieredkv")
-
-LOWER = ("warm", "cold")
 
 
 class MoveQueue:
@@ -86,7 +84,8 @@ class MoveQueue:
 
     def no_room_below(self, blocks: int) -> BudgetError:
         """The error for `blocks` blocks that fit nowhere below hot."""
-        tier = "cold" if "cold" in self.tiers and not self.cold_failure else "warm"
+        lower = self.lower_tiers()
+        tier = lower[-1] if lower and lower[-1] != "packed" else "warm"
         block_bytes = sum(self.mover.row_bytes)
         reason = f" (the cold tier was given up: {self.cold_failure})" if self.cold_failure else ""
         return BudgetError(
@@ -98,7 +97,7 @@ class MoveQueue:
         )
 
     def _free_slots(self, block: Block) -> None:
-        for role in ("hot", *LOWER):
+        for role in TIERS:
             self.drop_copy(block, role)
         self.mover.forget(block)
 

@@ -25,6 +25,10 @@ from tieredkv.transfer import Mover
 
 HOT_SHARE = 0.5
 WARM_SHARE = 0.25
+PACKED_WINDOW_SHARE = 4
+"""With `hot_codec` and no window, exact blocks take one part in so many of the room for blocks on the device."""
+SPARE_BLOCKS = 2
+"""With `hot_codec`, slots of each row beside its window: the block being filled, and one that waits to be encoded."""
 STAGING_SHARE = 8
 """Staging takes at most one part in so many of the hot budget, and at least one block of one layer for each buffer."""
 
@@ -43,6 +47,8 @@ class Budget:
         cold_bytes: most disk bytes, or None.
         window_tokens: most recent tokens of each row that stay hot.
         rows: batch rows the sizes were made for.
+        packed_bytes: of `hot_bytes`, what blocks that are encoded on the device may take.
+        packed_slots: blocks, as encoded, that fit in that.
     """
 
     hot_bytes: int
@@ -54,6 +60,8 @@ class Budget:
     cold_bytes: int | None
     window_tokens: int
     rows: int
+    packed_bytes: int = 0
+    packed_slots: int = 0
 
     @classmethod
     def resolve(
@@ -73,7 +81,7 @@ class Budget:
         hot_bytes = _size(settings.hot, token_bytes, rows, int(HOT_SHARE * hot_free_bytes))
         warm_bytes = _size(settings.warm, token_bytes, rows, int(WARM_SHARE * warm_free_bytes))
         warm_slots = warm_bytes // sum(row_bytes)
-        has_lower = warm_slots > 0 or settings.cold_settings is not None
+        has_lower = warm_slots > 0 or settings.cold_settings is not None or settings.hot_codec is not None
         each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * settings.staging_buffers
         chunk_blocks = 0
         if has_lower:
@@ -91,9 +99,19 @@ class Budget:
         cold = settings.cold_settings
         cap = cold.cap_size if cold is not None else None
         cold_cap_bytes = None if cap is None else _cap_bytes(cap, settings, layers, codec, rows)
-        window = _window(settings, slots, rows)
+        slots, packed_slots = _packed_split(settings, slots, rows, token_bytes * size, sum(row_bytes))
         return cls(
-            hot_bytes, slots, each * chunk_blocks, chunk_blocks, warm_bytes, warm_slots, cold_cap_bytes, window, rows
+            hot_bytes=hot_bytes,
+            hot_slots=slots,
+            staging_bytes=each * chunk_blocks,
+            chunk_blocks=chunk_blocks,
+            warm_bytes=warm_bytes,
+            warm_slots=warm_slots,
+            cold_bytes=cold_cap_bytes,
+            window_tokens=_window(settings, slots, rows),
+            rows=rows,
+            packed_bytes=packed_slots * sum(row_bytes),
+            packed_slots=packed_slots,
         )
 
     def promise_to(self, store: object, device: Device) -> None:
@@ -129,6 +147,23 @@ def _cap_bytes(cap: Size, settings: CacheSettings, layers: Sequence[LayerGeometr
     return cold_bytes(planes, blocks, block_size=size, codec=codec.name, fingerprint="0" * 32)
 
 
+def _packed_split(
+    settings: CacheSettings, slots: int, rows: int, block_bytes: int, encoded_bytes: int
+) -> tuple[int, int]:
+    """(hot slots, packed slots) in the room of so many hot ones: hot is for the window, and for blocks on their way.
+
+    Without a window it is a quarter of the room.
+    """
+    if settings.hot_codec is None:
+        return slots, 0
+    if settings.window is None:
+        each = -(-slots // PACKED_WINDOW_SHARE // max(rows, 1))
+    else:
+        each = window_blocks(settings.window, settings.block_size)
+    hot = min(slots, max(rows, 1) * (settings.sink_blocks + each + SPARE_BLOCKS))
+    return hot, (slots - hot) * block_bytes // encoded_bytes
+
+
 def _window(settings: CacheSettings, slots: int, rows: int) -> int:
     """Most recent tokens that stay hot; 0 where the watermark alone decides."""
     sinks = settings.sink_blocks
@@ -159,8 +194,8 @@ def open_tiers(
     codec: Codec,
     device: Device,
     fingerprint: str,
-) -> tuple[HotTier, WarmTier | None, ColdTier | None]:
-    """The tiers; warm and cold are None where they were not asked for.
+) -> tuple[HotTier, HotTier | None, WarmTier | None, ColdTier | None]:
+    """The tiers: hot, packed, warm, cold; those that were not asked for are None.
 
     Raises:
         ColdTierError: the cold folder cannot be used.
@@ -191,7 +226,8 @@ def open_tiers(
     if budget.warm_slots:
         pieces: Literal["one", "growing"] = "growing" if device.kind == "cuda" else "one"
         warm = WarmTier(planes, budget.warm_slots, device.host_empty, pieces=pieces, bounce=device.bounce)
-    return HotTier(hot_planes, budget.hot_slots, empty), warm, cold
+    packed = HotTier(planes, budget.packed_slots, empty, role="packed") if budget.packed_slots else None
+    return HotTier(hot_planes, budget.hot_slots, empty), packed, warm, cold
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,12 +14,12 @@ import contextlib
 import dataclasses
 import itertools
 
-from tieredkv.block import Block
+from tieredkv.block import LOWER, Block
 from tieredkv.errors import BudgetError, ColdTierError
 from tieredkv.placement import leaving_order
 from tieredkv.plan import ForwardPlan, HotWrite, ThroughWrite
 from tieredkv.store import quota
-from tieredkv.store.blocks import LOWER, BlockStore, Holder
+from tieredkv.store.blocks import BlockStore, Holder
 from tieredkv.store.dropping import check_seen, drop_hidden, gone_block
 from tieredkv.store.reads import plan_reads
 from tieredkv.store.rooms import Room, find_room, protected_ids

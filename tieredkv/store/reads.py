@@ -17,6 +17,7 @@ import torch
 from tieredkv.block import Block
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store.blocks import BlockStore, Holder
+from tieredkv.transfer import read_from
 
 _Places = tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]
 
@@ -51,7 +52,7 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
     store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
     for chunk in chunks:
         for block in chunk.blocks:
-            store.counters.hits["warm" if block.warm is not None else "cold"] += len(store.layers)
+            store.counters.hits[read_from(block)] += len(store.layers)
     return dataclasses.replace(
         plan,
         hot_runs=hot_runs,

@@ -5,10 +5,12 @@ Imports: errors, placement, store, planner.
 
 from __future__ import annotations
 
-from tieredkv.block import Block
+from collections.abc import Sequence
+
+from tieredkv.block import LOWER, Block
 from tieredkv.errors import BudgetError, ConfigError
 from tieredkv.placement import promotion_slots
-from tieredkv.store.blocks import LOWER, BlockStore, Holder
+from tieredkv.store.blocks import BlockStore, Holder
 from tieredkv.store.planner import settle
 from tieredkv.store.rooms import tail_copies
 
@@ -45,7 +47,7 @@ def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
 
 
 def demote(store: BlockStore, holder: Holder, tier: str) -> int:
-    """Move every sealed block that is not there yet out of hot, to warm or cold.
+    """Move every sealed block that is not there yet, nor further down, to a lower tier.
 
     Raises:
         ConfigError: no such tier.
@@ -56,7 +58,7 @@ def demote(store: BlockStore, holder: Holder, tier: str) -> int:
             "No such tier to demote to.",
             wanted=" or ".join(r for r in LOWER if r in store.tiers) or "a cache with a lower tier",
             got=repr(tier),
-            change="give warm= or cold= when the cache is made",
+            change="give warm=, cold= or hot_codec= when the cache is made",
         )
     with store.lock:
         settle(store, holder)
@@ -64,8 +66,8 @@ def demote(store: BlockStore, holder: Holder, tier: str) -> int:
         sealed = [block for block in holder.table.blocks() if block.sealed]
         moving = [block for block in sealed if block.hot is not None and getattr(block, tier) is None]
         fresh = [block for block in moving if not block.is_stored_below]
-        if tier == "cold":
-            fresh += [block for block in sealed if block.warm is not None and block.cold is None and block not in fresh]
+        above = LOWER[: LOWER.index(tier)]
+        fresh += [block for block in sealed if _source(block, above) != "hot" and getattr(block, tier) is None]
         room = store.tiers[tier].free_blocks()
         if len(fresh) > room:
             raise BudgetError(
@@ -75,14 +77,19 @@ def demote(store: BlockStore, holder: Holder, tier: str) -> int:
                 change=f"enlarge {tier}=",
                 tier=tier,
             )
-        for source in ("hot", "warm"):
-            some = [b for b in fresh if (b.warm is None) == (source == "hot")]
+        for source in ("hot", *above):
+            some = [block for block in fresh if _source(block, above) == source]
             store.start_move(some, source, "request", targets=(tier,))
         store.wait_all()
         left = [block for block in sealed if block.hot is not None and block.is_stored_below]
         for block in left:
             store.drop_copy(block, "hot")
         return len(left) + sum(1 for block in fresh if block not in left)
+
+
+def _source(block: Block, above: Sequence[str]) -> str:
+    """The tier a block comes from: the first of `above` that stores it, or else hot."""
+    return next((role for role in above if getattr(block, role) is not None), "hot")
 
 
 def promote(store: BlockStore, holder: Holder) -> int:

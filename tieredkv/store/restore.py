@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tieredkv.block import Block, Planes
+from tieredkv.block import LOWER, TIERS, Block, Planes
 from tieredkv.store.blocks import BlockStore
 from tieredkv.store.sharing import stored
 from tieredkv.tiers.rows import pack_rows, unpack_rows
@@ -66,7 +66,7 @@ class Export:
 
     def _planes(self, block: Block, layer: int) -> Planes:
         store = self._store
-        role = next(role for role in ("warm", "cold", "hot") if getattr(block, role) is not None)
+        role = next(role for role in (*LOWER, "hot") if getattr(block, role) is not None)
         reads = [] if role == "cold" else [(role, getattr(block, role))]
         planes = store.device.run(lambda: stored(store, layer, block, role), reads=reads, name="export")
         return store.codec.encode(*planes) if role == "hot" else planes
@@ -107,7 +107,7 @@ class Restore:
             if value != self._checksums[first + index][layer]:
                 self._good, self.wrong, count = first + index, self._hashes[first + index], index
                 break
-        for role in ("hot", "warm"):
+        for role in TIERS[:-1]:
             some = [i for i in range(first, first + count) if self._places[i][0] == role]
             if some:
                 slots = [self._places[i][1] for i in some]
@@ -152,20 +152,19 @@ class Restore:
 
 
 def _places(store: BlockStore, wanted: int) -> list[tuple[str, int]]:
-    """Slots: hot up to the watermark, where the codec is exact; then warm. What waits for nobody makes way."""
-    while (missing := wanted - sum(_room(store))) > 0 and store.reclaim(missing):
+    """Slots in memory: hot up to the watermark, where the codec is exact; then below. Idle blocks make way."""
+    while (missing := wanted - sum(_room(store).values())) > 0 and store.reclaim(missing):
         pass
-    hot, warm = _room(store)
-    hot = min(hot, wanted)
-    places = [("hot", slot) for slot in store.hot.slots.allocate_many(hot)]
-    if store.warm is not None:
-        slots = store.warm.slots.allocate_many(min(warm, wanted - hot))
-        places += [("warm", slot) for slot in slots]
+    places: list[tuple[str, int]] = []
+    for role, room in _room(store).items():
+        slots = store.tiers[role].slots.allocate_many(min(room, wanted - len(places)))
+        places += [(role, slot) for slot in slots]
     return places
 
 
-def _room(store: BlockStore) -> tuple[int, int]:
-    """(hot, warm) slots that can be taken."""
-    slots = store.hot.slots
-    hot = int(store.settings.watermark * slots.total) - slots.used if store.codec.lossless else 0
-    return max(hot, 0), 0 if store.warm is None else store.warm.slots.free
+def _room(store: BlockStore) -> dict[str, int]:
+    """Slots in memory that can be taken, by tier."""
+    hot = store.hot.slots
+    room = {role: store.tiers[role].slots.free for role in TIERS[:-1] if role in store.tiers}
+    room["hot"] = max(int(store.settings.watermark * hot.total) - hot.used, 0) if store.codec.lossless else 0
+    return room

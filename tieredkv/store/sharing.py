@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tieredkv.block import Block, Planes
+from tieredkv.block import LOWER, TIERS, Block, Planes
 from tieredkv.errors import TieredKVError
-from tieredkv.store.blocks import LOWER, BlockStore, Holder
+from tieredkv.store.blocks import BlockStore, Holder
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,7 +72,7 @@ def _comparable(store: BlockStore, one: Block, other: Block) -> tuple[str, str] 
     """A tier for each of them where both lie in the same encoding; memory before disk."""
     if one.hot is not None and other.hot is not None and not {one.id, other.id} & store.decoded:
         return ("hot", "hot")
-    roles = ("hot", *LOWER) if store.codec.lossless else LOWER
+    roles = TIERS if store.codec.lossless else LOWER
     first = next((role for role in roles if getattr(one, role) is not None), None)
     second = next((role for role in roles if getattr(other, role) is not None), None)
     return None if first is None or second is None else (first, second)

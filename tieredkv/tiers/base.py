@@ -18,7 +18,7 @@ from tieredkv.block import Plane, Planes
 from tieredkv.errors import ClosedError, ConfigError, MismatchError
 from tieredkv.tiers.slots import SlotPool
 
-Role = Literal["hot", "warm", "cold"]
+Role = Literal["hot", "packed", "warm", "cold"]
 
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -63,7 +63,7 @@ class Tier(ABC):
     """Blocks of all layers in numbered slots of one medium.
 
     Args:
-        role: "hot", "warm" or "cold".
+        role: its name, one of `block.TIERS`.
         layers: for each layer the planes in which its blocks are stored.
         slots: the tier's slot pool.
         budget_bytes: the most the tier may hold, or None where there is no limit.

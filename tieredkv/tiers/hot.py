@@ -1,4 +1,4 @@
-"""The hot tier: one tensor per layer and plane on the device that computes the layer.
+"""The tiers in device memory, hot and packed: one tensor per layer and plane on the device that computes the layer.
 
 Imports: block, tiers.base, tiers.pool, tiers.slots.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Literal, overload
 
 import torch
 
@@ -73,14 +73,22 @@ class HotTier(PoolTier):
         layers: for each layer its planes.
         slots: number of slots; the budget is `slots` times the bytes of one block.
         empty: makes an uninitialised tensor on a layer's device.
+        role: "hot", or "packed" where the planes are those of a lossy codec.
 
     Attributes:
         planes: `planes[layer]` is the layer's whole pool, a tensor `[kv_heads, slots, *inner]` per plane; the same
             tensors for the life of the tier. Slots never written hold arbitrary values.
     """
 
-    def __init__(self, layers: Sequence[tuple[Plane, ...]], slots: int, empty: LayerEmpty) -> None:
-        super().__init__("hot", layers, SlotPool(slots, tier="hot"), slots * slot_bytes(layers))
+    def __init__(
+        self,
+        layers: Sequence[tuple[Plane, ...]],
+        slots: int,
+        empty: LayerEmpty,
+        *,
+        role: Literal["hot", "packed"] = "hot",
+    ) -> None:
+        super().__init__(role, layers, SlotPool(slots, tier=role), slots * slot_bytes(layers))
         self.planes = LayerPools(layers, slots, empty)
 
     @property

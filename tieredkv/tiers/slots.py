@@ -25,7 +25,7 @@ class SlotPool:
 
     Args:
         total: number of slots to begin with.
-        tier: name of the tier in errors ("hot", "warm" or "cold").
+        tier: name of the tier in errors.
         spread: where to start when there is no preferred slot: True, in the middle of the largest gap, which leaves
             the sequences on both sides room to grow; False, in the lowest gap, which keeps memory or files that are
             taken piece by piece few.
