@@ -127,3 +127,32 @@ def test_what_a_call_raises_is_raised_here() -> None:
     for seconds in (None, 5.0):
         with pytest.raises(ValueError, match="mine"):
             TimedCalls(seconds).run(fail)
+
+
+@pytest.mark.parametrize("deadline_seconds", [None, 30.0])
+def test_the_next_piece_is_read_while_the_caller_works_on_one(
+    cold_dir: Path, monkeypatch: pytest.MonkeyPatch, deadline_seconds: float | None
+) -> None:
+    monkeypatch.setattr("tieredkv.durable.blocks.PIECE_BYTES", 1)
+    store = opened(cold_dir, deadline_seconds=deadline_seconds)
+    publish(store, RECORDS)
+    wanted = [piece.rows.clone() for piece in store.read_all(hashes(RECORDS))]
+    reads, second = 0, threading.Event()
+    real = os.preadv
+
+    def counted(*args: object) -> int:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            second.set()
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    pieces = store.read_all(hashes(RECORDS))
+    first = next(pieces)
+    assert second.wait(20), "the second piece is not read before it is asked for"
+    assert torch.equal(first.rows, wanted[0]), "the second piece was read over the first"
+    pieces.close()  # waits for what it began
+    assert reads == 2
+    for piece, right in zip(store.read_all(hashes(RECORDS)), wanted, strict=True):
+        assert torch.equal(piece.rows, right)

@@ -10,6 +10,8 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import NoReturn
@@ -136,7 +138,8 @@ class DurableBlocks:
     def read_all(self, hashes: Sequence[str]) -> Iterator[LayerPiece]:
         """Read all layers of n blocks in the order in which they lie on disk: file by file, layer by layer.
 
-        The fastest way to have everything. The deadline is one for all pieces; time between them does not count.
+        The fastest way to have everything: while the caller works on one piece, the next is read. The deadline is one
+        for all pieces, and only time that a piece was waited for counts.
 
         Args:
             hashes: n hashes.
@@ -149,19 +152,24 @@ class DurableBlocks:
             ClosedError: closed, or made before a fork.
         """
         self._check_usable()
-        runs = self._runs(hashes)
-        left = self.settings.deadline_seconds
-        room = torch.empty(0, dtype=torch.uint8)
-        for run in runs:
-            for layers in run.pieces(PIECE_BYTES):
+        steps = [(run, layers) for run in self._runs(hashes) for layers in run.pieces(PIECE_BYTES)]
+        most_bytes = max((sum(map(run.layer_bytes, layers)) for run, layers in steps), default=0)
+        # Owned by this call: a read that is given up may still write into one of them.
+        rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in steps[:2]]
+        left, ahead = self.settings.deadline_seconds, None
+        try:
+            for number, (run, layers) in enumerate(steps):
+                coming, ahead = ahead or self._start_reading(run, layers, rooms[number % 2]), None
+                left = self._wait(coming, left)
+                if number + 1 < len(steps):
+                    ahead = self._start_reading(*steps[number + 1], rooms[(number + 1) % 2])
                 ends = list(accumulate((run.layer_bytes(layer) for layer in layers), initial=0))
-                if room.numel() < ends[-1]:
-                    room = torch.empty(ends[-1], dtype=torch.uint8)
-                started = time.monotonic()
-                self._within(left, room[: ends[-1]], partial(self._read_run, run, layers))
-                left = None if left is None else max(0.0, left - (time.monotonic() - started))
                 for layer, start, end in zip(layers, ends, ends[1:], strict=False):
-                    yield LayerPiece(layer, run.first, room[start:end].view(run.count, -1))
+                    yield LayerPiece(layer, run.first, rooms[number % 2][start:end].view(run.count, -1))
+        finally:
+            if ahead is not None:
+                with suppress(Exception):  # of what nobody wanted any more
+                    ahead.result(left)
 
     def set_aside(self, hash: str, why: str) -> None:
         """Put the file of a block whose bytes were found to be wrong into quarantine; its blocks are absent then.
@@ -232,6 +240,26 @@ class DurableBlocks:
         if len(files) < len(hashes):
             self._miss(f"block {hashes[found.index(None)]} is not there")
         return runs_of(files, hashes)
+
+    def _start_reading(self, run: Run, layers: range, room: torch.Tensor) -> Future[None]:
+        """Read some layers of a run into the first bytes of `room`, on another thread."""
+        rows = room[: sum(map(run.layer_bytes, layers))]
+        try:
+            return self._timed.start(partial(self._read_run, run, layers, rows))
+        except TimeoutError as cause:
+            failed: Future[None] = Future()
+            failed.set_exception(cause)
+            return failed
+
+    def _wait(self, coming: Future[None], seconds: float | None) -> float | None:
+        """Wait for a read; the seconds that are left. A miss when it takes longer."""
+        started = time.monotonic()
+        try:
+            coming.result(seconds)
+        except TimeoutError as cause:
+            self._count_late()
+            self._miss(f"the disk took longer than {self.settings.deadline_seconds} s ({cause})")
+        return None if seconds is None else max(0.0, seconds - (time.monotonic() - started))
 
     def _within(self, seconds: float | None, out: torch.Tensor, read: Callable[[torch.Tensor], None]) -> None:
         """Let `read` fill `out`; a miss when it takes longer than `seconds`."""

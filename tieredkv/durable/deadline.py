@@ -39,17 +39,23 @@ class TimedCalls:
         Raises:
             TimeoutError: it takes too long.
         """
-        if self.seconds is None:
-            return call()
-        if not self._free.acquire(blocking=False):
+        return call() if self.seconds is None else self.start(call).result(self.seconds if seconds is None else seconds)
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call, with a limit or without, and go on; `result(seconds)` of what comes back waits for it.
+
+        Raises:
+            TimeoutError: too many earlier calls hang, or no thread can be started.
+        """
+        if self.seconds is not None and not self._free.acquire(blocking=False):
             raise TimeoutError(f"{MOST_CALLS} earlier calls still wait for the disk")
         future: Future[T] = Future()
         try:
             threading.Thread(target=self._carry_out, args=(call, future), name="tieredkv-read", daemon=True).start()
         except RuntimeError as cause:  # no more threads
-            self._free.release()
+            self._end()
             raise TimeoutError("no thread can be started") from cause
-        return future.result(self.seconds if seconds is None else seconds)
+        return future
 
     def _carry_out(self, call: Callable[[], T], future: Future[T]) -> None:
         try:
@@ -57,4 +63,8 @@ class TimedCalls:
         except BaseException as error:  # it belongs to the one who waits
             future.set_exception(error)
         finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self.seconds is not None:
             self._free.release()
