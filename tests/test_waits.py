@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import config_of
+from support import config_of, store_of
 
 import tieredkv
 from tieredkv.device import Event, SimulatedAccelerator
@@ -25,6 +26,7 @@ from tieredkv.hf import forwarding, seam
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.store import moves, planner
 from tieredkv.store.blocks import BlockStore
+from tieredkv.store.restore import Export, Restore
 
 BLOCK = 16
 
@@ -68,6 +70,44 @@ def scenario(device: SimulatedAccelerator, folder: Path) -> None:
         cache.crop(-100)  # frees what was just written through
         forward(cache, 40)
         forward(cache, 1)
+        published_and_back(cache)
+
+
+@dataclasses.dataclass
+class Rows:
+    """One layer of some blocks, as a directory of published blocks gives them."""
+
+    layer: int
+    first: int
+    rows: torch.Tensor
+
+
+def published_and_back(cache: tieredkv.TieredCache) -> None:
+    """Blocks leave as bytes, and come back into slots that attention has only just read."""
+    cache.reset()
+    forward(cache, 40)
+    cache.crop(-1)  # ends the forward, and seals
+    forward(cache, 1)
+    store, holder = store_of(cache), cache.parts().holder
+    assert holder is not None
+    with store.lock:
+        blocks = [block for block in holder.table.blocks() if block.sealed]
+        export = Export(store, blocks)
+        sums = [export.checksums(index) for index in range(len(blocks))]
+        layers = [torch.stack([export.rows(i, layer) for i in range(len(blocks))]) for layer in range(2)]
+    forward(cache, 1)
+    cache.reset()
+    with store.lock:
+        coming = Restore(store, [str(index) for index in range(len(blocks))], sums)
+        for layer, rows in enumerate(layers):
+            coming.take(Rows(layer, 0, rows))
+        found = coming.finish()
+        assert len(found) == len(blocks) and any(block.hot is not None for block in found)
+        reads = [("hot", block.hot) for block in found if block.hot is not None]
+        store.device.run(lambda: None, reads=reads, name="attend what came back")
+        for block in found:
+            block.refs = 0
+            store.release(block)
 
 
 def run(folder: Path, seed: int = 0) -> int:
@@ -130,6 +170,7 @@ AFTER = {
     ("transfer", "write_through"): "write through",
     ("prefetcher", "_submit"): "load layer",
     ("blocks", "load_hot"): "promote",
+    ("restore", "_write"): "restore",
 }
 """What is submitted after something, by module and function: the name of the operation."""
 
@@ -141,16 +182,21 @@ WAITS: dict[tuple[str, str], tuple[Any, str]] = {
     ("blocks", "release"): (BlockStore, "release"),
     ("gather", "read_layer"): (forwarding, "read_layer"),
     ("planner", "commit"): (planner, "commit"),
+    ("restore", "_write"): (Restore, "_write"),
 }
 """Where the host waits, by module and function: what is replaced to take the wait out."""
 
 OTHERWISE = {
     ("transfer", "_hold"): "bounds memory: tests/test_transfer.py",
+    ("links", "_rate"): "ends what is timed",
     ("blocks", "close"): "the device is closed next, which ends what runs and cancels the rest",
 }
 """Waits that order no two accesses."""
 
-MODULES = ("transfer", "prefetcher", "store/blocks", "store/gather", "store/moves", "store/planner")
+MODULES = (
+    *("transfer", "prefetcher", "store/blocks", "store/gather", "store/links", "store/moves", "store/planner"),
+    "store/restore",
+)
 
 
 def functions_with(found: Callable[[ast.Call], bool]) -> set[tuple[str, str]]:

@@ -87,6 +87,7 @@ class Faults:
         self.injected: Counter[tuple[str, str]] = Counter()  # by (crossing, kind), once handed over
         self.handed_over_wrong = 0
         self.refused = 0
+        self.given_up = 0  # copies to a lower tier of what lay wrong where they were taken from
         self.tiers: dict[str, Faulty] = {}
         self.way = "blocks"
         self._local = threading.local()
@@ -117,6 +118,13 @@ class Faults:
             real(layer, blocks, target, *rest, born=born)
 
         store.mover._store = labelled  # type: ignore[method-assign]
+        tell = store._lower_failed
+
+        def counted(target: str, failure: Exception) -> None:
+            self.given_up += isinstance(failure, ChecksumError) and failure.tier != target
+            tell(target, failure)
+
+        store._lower_failed = counted  # type: ignore[method-assign]
 
     def written(self, role: str, layer: int, slots: Sequence[int], rows: Row) -> None:
         """Take note of right rows [n, row_bytes] on their way into a tier, and spoil some of them in place."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import WAYS, assert_close, audit, feed, of, oracle, small, store_of, tiny, tokens
+from support import WAYS, assert_close, audit, feed, locations, of, oracle, small, store_of, tiny, tokens
 
 import tieredkv
 from tieredkv.config import CacheSettings
@@ -60,8 +60,11 @@ def test_a_wrong_block_in_warm_is_no_reason_to_give_up_cold(cold_dir: Path) -> N
     with small(model, cold_dir, warm="64 tokens", settings=STREAM) as cache:
         first = feed(model, ids[:, :120], cache)
         spoil(cache, "warm", 0)
-        cache.demote("cold")
+        sealed = len(locations(cache))
+        moved = cache.demote("cold")
         assert store_of(cache).cold_failure is None
+        assert moved == locations(cache).count("cold") < sealed, "what could not be copied did not move"
+        assert locations(cache).count("warm") > 0
         cache.reset()
         assert_close(feed(model, ids, cache, [200, *[1] * 60]), oracle(ids))
         assert first.shape[1] == 120

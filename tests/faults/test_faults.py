@@ -216,7 +216,7 @@ class Trial:
             assert self.wrong_logits == 0
             assert self.faults.lasting == []
             assert counters.checksum_failures == self.faults.handed_over_wrong
-        assert counters.tier_failures == self.faults.refused
+        assert counters.tier_failures == self.faults.refused + self.faults.given_up
         audit(self.cache)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ FLEX_LEAST_RUNS = 5
 """Up to so many runs, the flash op over each run is faster on a CPU than one flex call over all."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # not frozen: made once a layer, and that takes three times as long
 class LayerCall:
     """What the attention function was given for one layer.
 

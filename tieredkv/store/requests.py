@@ -84,7 +84,8 @@ def demote(store: BlockStore, holder: Holder, tier: str) -> int:
         left = [block for block in sealed if block.hot is not None and block.is_stored_below]
         for block in left:
             store.drop_copy(block, "hot")
-        return len(left) + sum(1 for block in fresh if block not in left)
+        # A copy that failed leaves its block where it was.
+        return len({block.id for block in (*left, *fresh) if block.hot is None and _source(block, above) == "hot"})
 
 
 def _source(block: Block, above: Sequence[str]) -> str:
