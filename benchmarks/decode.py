@@ -32,9 +32,9 @@ BLOCK = 128
 class Attention(torch.nn.Module):
     """What the attention functions ask of a module."""
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, config: Any = None) -> None:
         super().__init__()
-        self.num_key_value_groups, self.is_causal = group, True
+        self.num_key_value_groups, self.is_causal, self.config = group, True, config
 
 
 def step_of(model: Any, cache: DynamicCache) -> Callable[[], object]:
@@ -85,7 +85,7 @@ def attention_alone(
         config.head_dim,
     )
     config._attn_implementation = "tieredkv"
-    module = Attention(heads // kv_heads).eval()
+    module = Attention(heads // kv_heads, config).eval()
     q = torch.randn(1, heads, 1, dim, dtype=dtype)
     stock = DynamicCache(config=config)
     shapes.fill(stock, config, tokens, dtype)

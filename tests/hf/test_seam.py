@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support import BASE, VOCABULARY, assert_close, config_of, feed, oracle, small, tiny, tokens
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.testing import CompileCounter
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 from transformers.models.llama import modeling_llama
@@ -336,3 +338,25 @@ def test_a_deep_copied_model_shares_nothing_with_the_cache(cold_dir: Path) -> No
         feed(model, ids[:, :50], cache)
         assert_close(feed(twin, ids, DynamicCache(config=twin.config), [50]), oracle(ids))
         assert_close(feed(model, ids[:, 50:], cache), oracle(ids)[:, 50:])
+
+
+def test_nothing_that_is_called_outside_of_graphs_is_compiled() -> None:
+    """Neither the function, nor, where the graph broke before it, what it calls."""
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        assert get_eval_frame_callback() is None
+        return x.sin().cos()
+
+    @seam.outside_graphs
+    def planned(x: torch.Tensor, *, factor: int) -> torch.Tensor:
+        return inner(x) * factor
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return planned(x + 1, factor=3) + 2
+
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    x = torch.linspace(0, 1, 7)
+    for _ in range(3):
+        assert torch.equal(compiled(x), model(x))
+    assert (counter.frame_count, counter.op_count) == (2, 2), "x + 1 and the + 2 after it, and nothing in between"

@@ -121,6 +121,11 @@ class Engine:
     def _natively(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
         """Partials of all rows: one over what is hot or is attended in warm, and one over each chunk."""
         store = self._store
+        if not plan.warm_runs and not plan.chunks and not self._simulated and plan.hot_runs:
+            keys = self._planned(plan, call, "pools") or self._native_plan(
+                plan, call, "pools", [(0, run) for run in plan.hot_runs], starts
+            )
+            return [self._native.attend(call.query, [store.flat_pools(call.layer)], keys, scale=call.scale)]
         runs: list[tuple[int, Run | Chunk]] = [(0, run) for run in plan.hot_runs]
         pools = [store.flat_pools(call.layer)]
         if plan.warm_runs and store.warm is not None:
@@ -148,6 +153,12 @@ class Engine:
                 partials.append(store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
         return partials
 
+    def _planned(self, plan: ForwardPlan, call: LayerCall, place: str | int) -> DecodePlan | None:
+        """The stretches that an earlier layer with as many KV heads has made."""
+        if self._plans_of is not plan:
+            self._plans_of, self._plans = plan, {}
+        return self._plans.get((call.key.shape[1], place))
+
     def _native_plan(
         self,
         plan: ForwardPlan,
@@ -157,10 +168,8 @@ class Engine:
         starts: Sequence[int],
     ) -> DecodePlan:
         """Each row's stretches, made once per forward, for every layer with as many KV heads."""
-        if self._plans_of is not plan:
-            self._plans_of, self._plans = plan, {}
         kv_heads = call.key.shape[1]
-        found = self._plans.get((kv_heads, place))
+        found = self._planned(plan, call, place)
         if found is None:
             rows: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.rows)]
             for pool, piece in pieces:
