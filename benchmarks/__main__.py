@@ -5,7 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-QUESTIONS = ("decode", "transfer", "codecs", "prefix", "capacity", "memory", "block_size", "windows", "quality")
+QUESTIONS = (
+    "decode",
+    "transfer",
+    "codecs",
+    "prefix",
+    "capacity",
+    "memory",
+    "serving",
+    "block_size",
+    "windows",
+    "quality",
+)
 
 failed = []
 for question in QUESTIONS:

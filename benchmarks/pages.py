@@ -23,6 +23,7 @@ MARKS = "<!-- figures: written by python -m benchmarks.pages -->", "<!-- end of 
 TITLES = {
     "memory": "Memory against context",
     "capacity": "Sequences in one budget",
+    "serving": "Many requests at once",
     "windows": "How much must stay hot",
     "decode": "Decode and prefill against DynamicCache",
     "transfer": "Moving blocks",

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "tieredkv"
 LAYERS = """
     errors config stats compiler
     block checksum_native checksum codecs sizing device
-    tiers eviction durable block_table
+    tiers eviction durable loadtest block_table
     plan placement
     transfer prefetcher
     fingerprint prefix

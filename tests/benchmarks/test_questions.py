@@ -13,7 +13,7 @@ import torch
 from benchmarks import harness
 
 FILES = Path(harness.__file__).parent
-QUICK = {"capacity", "block_size", "memory"}
+QUICK = {"capacity", "block_size", "memory", "serving"}
 
 
 def questions() -> list[str]:

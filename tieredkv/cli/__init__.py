@@ -1,5 +1,6 @@
 """The command line: `tieredkv demo`, the main job on a real model; `tieredkv plan`, what a context needs;
 `tieredkv replay`, what a prefix store would have saved; `tieredkv doctor`, what limits a run or departs from stock;
+`tieredkv serve`, an OpenAI-compatible endpoint; `tieredkv stress`, a load test of one;
 and `tieredkv ls`, `verify` and `prune`, what was published into a directory.
 
 Imports: errors and this package; typer.
@@ -19,6 +20,8 @@ from tieredkv.cli.files import prune as _prune
 from tieredkv.cli.files import verify as _verify
 from tieredkv.cli.plan import plan as _plan
 from tieredkv.cli.replay import replay_command as _replay
+from tieredkv.cli.serve import serve as _serve
+from tieredkv.cli.stress import stress as _stress
 
 __all__ = ["app", "main"]
 
@@ -32,6 +35,8 @@ app.command("demo")(_demo)
 app.command("plan")(_plan)
 app.command("replay")(_replay)
 app.command("doctor")(_doctor)
+app.command("serve")(_serve)
+app.command("stress")(_stress)
 app.command("ls")(_ls)
 app.command("verify")(_verify)
 app.command("prune")(_prune)

@@ -44,9 +44,7 @@ def demo(
         int | None, typer.Option(help="Recent tokens that stay hot.", show_default="what fits hot")
     ] = None,
     codec: Annotated[str, typer.Option(help="Below hot: raw, fp8, int8 or int4.")] = "raw",
-    hot_codec: Annotated[
-        str | None, typer.Option(help="The codec's name: encode on the device too, outside the window.")
-    ] = None,
+    hot_codec: Annotated[str | None, typer.Option(help="The same name: encoded on the device too.")] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens of a block.", show_default="128, less where hot is small")
     ] = None,
@@ -71,8 +69,8 @@ def demo(
     Exit code 0: done; 1: with the exact codec, tokens or logits differ; 2: it cannot be run.
     """
     console = Console()
-    settings: dict[str, Any] = {"hot": hot, "warm": warm, "window": window, "codec": codec, "cold": cold}
-    settings["hot_codec"] = hot_codec
+    tiers: dict[str, Any] = {"hot": hot, "warm": warm, "cold": cold, "window": window}
+    chosen: dict[str, Any] = {"codec": codec, "hot_codec": hot_codec, "verify": verify, "kernel": kernel}
     with _errors_told(console), quiet():
         choices = Choices(
             model=model,
@@ -85,7 +83,7 @@ def demo(
             device=device,
             attention=attention,
             block_size=block_size,
-            settings=CacheSettings(**settings, verify=verify, kernel=kernel),  # type: ignore[arg-type]
+            settings=CacheSettings(**tiers, **chosen),
         )
         _check_writable(json_file)
         report = run_demo(choices, console)

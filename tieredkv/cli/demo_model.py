@@ -71,25 +71,28 @@ def packaged_model() -> Path:
     return files[0]
 
 
-def load(source: str | None, dtype: torch.dtype, device: str | None) -> Loaded:
+def load(source: str | None, dtype: torch.dtype | str, device: str | None, gguf_file: str | None = None) -> Loaded:
     """Load a model with its tokenizer. With the default model nothing is downloaded.
 
     Args:
         source: a folder, a .gguf file or a hub id; None for the packaged model.
-        dtype: of the weights, and so of K and V.
+        dtype: of the weights, and so of K and V; "auto" for the one that they are stored in.
         device: a torch device; None for an NVIDIA GPU where there is one, else the CPU.
+        gguf_file: the file of `source` that holds the weights, where it is in that format.
 
     Raises:
         ConfigError: the model cannot be loaded, or the cache does not serve the device.
     """
     path = packaged_model() if source is None else Path(source)
     where, options = source or "", {}
-    if path.suffix == ".gguf" and path.is_file():
-        if importlib.util.find_spec("gguf") is None:
-            raise ConfigError(
-                "A GGUF file needs one more package.", wanted="the package gguf", got="none", change="pip install gguf"
-            )
+    if gguf_file is not None:
+        options = {"gguf_file": gguf_file}
+    elif path.suffix == ".gguf" and path.is_file():
         where, options = str(path.parent), {"gguf_file": path.name}
+    if options and importlib.util.find_spec("gguf") is None:
+        raise ConfigError(
+            "A GGUF file needs one more package.", wanted="the package gguf", got="none", change="pip install gguf"
+        )
     target = _device(device)
     try:
         # The bar of the GGUF reader heeds no setting, and would be written across our own display.
@@ -101,7 +104,7 @@ def load(source: str | None, dtype: torch.dtype, device: str | None) -> Loaded:
             "The model cannot be loaded.",
             wanted="a folder, a .gguf file or a hub id of a causal language model and its tokenizer",
             got=f"{where}: {_first_line(failure)}",
-            change="check --model",
+            change="name another model, or see that its files are there",
         ) from failure
     return Loaded(model.to(target).eval(), tokenizer, path.stem if source is None else source)
 

@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from tieredkv import report
+from tieredkv.block import TIERS
 from tieredkv.errors import BudgetError, ClosedError, ConfigError
 from tieredkv.kv_store import KVStore
 from tieredkv.serving.request import Finish, Request, RequestHandle
 from tieredkv.serving.runner import Runner
 from tieredkv.serving.sampling import Sampler
 from tieredkv.serving.settings import EngineSettings
-from tieredkv.serving.stats import EngineStats
+from tieredkv.serving.stats import EngineStats, Room
+from tieredkv.serving.timings import Timings
+from tieredkv.stats import CacheStats
 
 logger = logging.getLogger("tieredkv")
 
@@ -40,6 +44,7 @@ class Engine:
         store: where blocks live, made for this model; the engine does not close it.
         settings: choices.
         tokenizer: needed for stop strings.
+        timings: is told how long requests take.
 
     Raises:
         UnsupportedModelError: a model whose requests cannot share a forward; says why.
@@ -47,11 +52,17 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, store: KVStore, settings: EngineSettings | None = None, *, tokenizer: Any = None
+        self,
+        model: Any,
+        store: KVStore,
+        settings: EngineSettings | None = None,
+        *,
+        tokenizer: Any = None,
+        timings: Timings | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
         self._model, self._store, self._tokenizer = model, store, tokenizer
-        self._runner = Runner(model, store, self.settings)
+        self._runner = Runner(model, store, self.settings, timings or Timings())
         self._arrivals: collections.deque[Request] = collections.deque()
         self._numbers = itertools.count()
         self._wake = threading.Condition()
@@ -131,6 +142,27 @@ class Engine:
         stats = self._runner.snapshot()
         stats.waiting += len(self._arrivals)
         return stats
+
+    def memory(self) -> CacheStats:
+        """The tiers and their traffic, over all requests; figures of one cache (rows, tokens) are 0."""
+        store = self._runner.blocks
+        tiered = tuple(range(len(store.layers)))
+        return report.stats(report.Parts(store, None, store.settings, tiered, "blocks", None, 0, 0, 0, 0, 0))
+
+    def room(self) -> Room:
+        """How many tokens fit where."""
+        store = self._runner.blocks
+        tokens: dict[str, int | None] = {
+            role: store.tiers[role].slots.total * store.block_size for role in TIERS if role in store.tiers
+        }
+        if store.cold is not None and store.budget.cold_bytes is None:
+            tokens["cold"] = None
+        return Room(store.hot.slot_bytes // store.block_size, tokens, self._runner.capacity_tokens)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: it was neither closed nor stopped by an error."""
+        return not self._closing
 
     # ---- life
 

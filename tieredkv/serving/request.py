@@ -50,6 +50,7 @@ class RequestHandle:
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._done = threading.Event()
         self._cancelled = threading.Event()
+        self._stopped = False
         self._finish: Finish | None = None
         self._listener: Callable[[int | None], None] | None = None
         self._lock = threading.Lock()
@@ -82,6 +83,10 @@ class RequestHandle:
         """End the request before the engine's next step; its memory is freed then. May be called again."""
         self._cancelled.set()
 
+    def stop(self) -> None:
+        """For a listener: the token that it was called with is the request's last one."""
+        self._stopped = True
+
     def listen(self, listener: Callable[[int | None], None]) -> None:
         """Call `listener` on the engine's thread with each token, and with None at the end; past ones at once.
 
@@ -104,6 +109,11 @@ class RequestHandle:
     def is_cancelled(self) -> bool:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
 
     def put(self, token: int) -> None:
         """For the engine: a new token."""

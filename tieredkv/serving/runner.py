@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tieredkv.block import TIERS
 from tieredkv.errors import BudgetError, ChecksumError, StepError, TieredKVError, UnsupportedModelError
 from tieredkv.hf.layers import TieredLayer
 from tieredkv.hf.step import Member, StepCache, StepInput
@@ -20,6 +21,8 @@ from tieredkv.serving.order import PromptPace, next_to_prefill, victim
 from tieredkv.serving.request import Finish, Request
 from tieredkv.serving.settings import EngineSettings
 from tieredkv.serving.stats import EngineStats
+from tieredkv.serving.timings import Timings
+from tieredkv.store import BlockStore
 
 Piece = tuple[Request, int]
 """A request, and how many of its tokens a step adds to its cache."""
@@ -32,15 +35,17 @@ class Runner:
         model: a transformers model in eval mode.
         store: where blocks live.
         settings: the engine's.
+        timings: is told how long requests take.
 
     Raises:
         UnsupportedModelError: a model whose requests cannot share a forward.
     """
 
-    def __init__(self, model: Any, store: KVStore, settings: EngineSettings) -> None:
-        self._model, self._store, self._settings = model, store, settings
+    def __init__(self, model: Any, store: KVStore, settings: EngineSettings, timings: Timings) -> None:
+        self._model, self._store, self._settings, self._timings = model, store, settings, timings
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.capacity_tokens, self._block_size, self._slot_bytes = self._probe()
+        self.blocks, self.capacity_tokens = self._probe()
+        self._block_size, self._slot_bytes = self.blocks.block_size, self.blocks.hot.slot_bytes
         self._step = StepCache(model.config.get_text_config(decoder=True))
         self._pace = PromptPace(settings.prefill_tokens, settings.prefill_slowdown)
         self.waiting: list[Request] = []
@@ -50,11 +55,11 @@ class Runner:
         self.stats = EngineStats()
 
     @torch.no_grad()
-    def _probe(self) -> tuple[int | None, int, int]:
+    def _probe(self) -> tuple[BlockStore, int | None]:
         """Find out that blocks serve the model.
 
         Returns:
-            tokens that all tiers hold (None: no limit), tokens of a block, and its bytes.
+            where blocks live, and how many tokens all tiers hold (None: no limit).
         """
         ids = torch.zeros((1, 2), dtype=torch.int64, device=self._model.device)
         with self._store.cache(ids) as cache:
@@ -70,11 +75,10 @@ class Runner:
                 got=str(reason or "layers that keep their own K and V or states"),
                 change="generate with a cache for each request",
             )
-        slots: int | None = store.hot.slots.total + (0 if store.warm is None else store.warm.slots.total)
+        slots: int | None = sum(store.tiers[role].slots.total for role in TIERS[:-1] if role in store.tiers)
         if store.cold is not None and slots is not None:
             slots = None if store.budget.cold_bytes is None else slots + store.cold.slots.total
-        size = store.block_size
-        return None if slots is None else slots * size, size, store.hot.slot_bytes
+        return store, None if slots is None else slots * store.block_size
 
     def everyone(self) -> list[Request]:
         """Every request that has not ended."""
@@ -84,6 +88,7 @@ class Runner:
         """What was done so far, and what is held now."""
         stats = self.stats.copy()
         stats.running, stats.waiting = len(self._decoding), len(self.waiting) + len(self._reading)
+        stats.paused = sum(request.preempted > 0 for request in list(self.waiting))
         return stats
 
     # ---- one step
@@ -141,6 +146,7 @@ class Runner:
         if not request.preempted:
             self.stats.prompt_tokens += request.length
             self.stats.attached_tokens += request.prefilled
+            self._timings.queued(time.monotonic() - request.arrived_seconds)
         self.waiting.remove(request)
         self._reading.append(request)
 
@@ -254,16 +260,28 @@ class Runner:
                 self._decoding.append(request)
                 if request.cache is not None:
                     self._store.publish(request.cache)
-            token = greedy[row] if request.sampler.is_greedy else request.sampler.choose(request.known, logits[row])
+            try:
+                token = greedy[row] if request.sampler.is_greedy else request.sampler.choose(request.known, logits[row])
+            except TieredKVError as error:  # this request's own fault: nobody else's answer depends on it
+                self.end(request, Finish.ERROR, error)
+                continue
             request.add(token)
-            now = time.monotonic()
-            request.first_token_seconds = request.first_token_seconds or now
-            request.last_token_seconds = now
+            self._time(request)
             self.stats.new_tokens += 1
             request.handle.put(token)
-            ended = request.sampler.ended_by(request.known)
+            ended = "stop" if request.handle.is_stopped else request.sampler.ended_by(request.known)
             if ended is not None:
                 self.end(request, Finish(ended))
+
+    def _time(self, request: Request) -> None:
+        """A request has a new token."""
+        now, last = time.monotonic(), request.last_token_seconds
+        if last is None:
+            request.first_token_seconds = now
+            self._timings.first_token(now - request.arrived_seconds)
+        else:
+            self._timings.between_tokens(now - last)
+        request.last_token_seconds = now
 
     def end(self, request: Request, finish: Finish, error: TieredKVError | None = None) -> None:
         """Free what a request holds, and tell its caller."""

@@ -84,13 +84,24 @@ class Sampler:
         Args:
             ids: int64 `[length]`, prompt and tokens so far.
             logits: `[vocabulary]`.
+
+        Raises:
+            ConfigError: the request's settings leave no token to choose, or a processor refuses them only now.
         """
         scores = logits.float().cpu().unsqueeze(0)
-        if self._processors:
-            scores = self._processors(ids.unsqueeze(0), scores)
-        if not self._samples:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+        try:
+            if self._processors:
+                scores = self._processors(ids.unsqueeze(0), scores)
+            if not self._samples:
+                return int(scores.argmax())
+            return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise ConfigError(
+                "No token can be chosen with the request's settings.",
+                wanted="settings of sampling that fit the model",
+                got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                change="other sampling settings",
+            ) from error
 
     def ended_by(self, ids: torch.Tensor) -> str | None:
         """ "stop" or "length" when these ids, the newest last, are the last ones; else None."""

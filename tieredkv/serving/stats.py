@@ -15,6 +15,7 @@ class EngineStats:
     Args:
         running: requests that decode.
         waiting: requests that wait for their prompt to be read in, preempted ones too.
+        paused: of these, the ones whose blocks were taken away.
         steps: forwards.
         prompt_tokens: tokens of the prompts whose prefill was begun.
         attached_tokens: of these, how many were found in the store.
@@ -28,6 +29,7 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    paused: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     attached_tokens: int = 0
@@ -45,3 +47,22 @@ class EngineStats:
     def copy(self) -> EngineStats:
         """The same figures, which no longer change."""
         return dataclasses.replace(self, finished=dict(self.finished))
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """How many tokens fit.
+
+    Args:
+        token_bytes: K and V of one token, over all layers, as the device holds them.
+        tier_tokens: tokens that each tier holds; None where the disk alone limits it.
+        capacity_tokens: of all tiers together, or None.
+    """
+
+    token_bytes: int
+    tier_tokens: dict[str, int | None]
+    capacity_tokens: int | None
+
+    def sequences(self, tokens: int) -> int | None:
+        """How many sequences of so many tokens fit at once; None where the disk alone limits them."""
+        return None if self.capacity_tokens is None else self.capacity_tokens // tokens
