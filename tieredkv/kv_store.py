@@ -181,13 +181,15 @@ class KVStore:
         cache.leaving = self._leaves
         return cache
 
-    def publish(self, cache: TieredCache, output_ids: torch.Tensor | None = None) -> int:
+    def publish(self, cache: TieredCache, output_ids: torch.Tensor | None = None, *, durable: bool = True) -> int:
         """Make the full blocks of a cache findable by their token ids; done too on leaving a `with store.cache(...)`.
 
         Args:
             cache: a cache of this store.
             output_ids: int `[rows, tokens]`, what `generate` returned for this cache, to be compared with the ids that
                 the model was seen to be given. Publishing needs none.
+            durable: also for other processes and for later, where the store has a directory. Without, for a prompt
+                that is still being read in: its blocks would come to disk in small files.
 
         Returns:
             how many blocks are findable that were not before.
@@ -216,7 +218,9 @@ class KVStore:
             for row, blocks in zip(ids, holder.table, strict=True):
                 hashes = prefix.chain(row[:tokens], store.block_size, seen.seed)
                 new += kept.add(hashes, blocks[: len(hashes)])
-                self._published.publish(store, self._fingerprint.current(), seen.salt, hashes, blocks[: len(hashes)])
+                if durable:
+                    found = blocks[: len(hashes)]
+                    self._published.publish(store, self._fingerprint.current(), seen.salt, hashes, found)
         return new
 
     def stats(self) -> KVStoreStats:

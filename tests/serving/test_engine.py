@@ -214,3 +214,22 @@ def test_a_model_that_fails_ends_everybody_with_the_reason() -> None:
         hook.remove()
         with pytest.raises(ClosedError):
             engine.submit(prompt(20, 1), greedy(5))
+
+
+def test_a_prefix_is_computed_once_however_many_ask_for_it(seen: dict[int, list[torch.Tensor]]) -> None:
+    """Those who come while it is being read in wait for its blocks, not for the whole prompt."""
+    model = tiny(head_dim=16)
+    common = prompt(160, 0)
+    texts = [[*common, *prompt(30 + n, 10 + n)] for n in range(8)]
+    settings = EngineSettings(prefill_tokens=32)
+    with tieredkv.KVStore(model, hot="4096 tokens", warm=0, block_size=16, durable=False) as store:
+        engine = Engine(model, store, settings)
+        busy = engine.submit(prompt(20, 99), greedy(60))  # so that prompts are read in pieces
+        handles = [engine.submit(text, greedy(4)) for text in texts]
+        run(engine)
+        for text, handle in zip(texts, handles, strict=True):
+            check(model, text, handle, seen[handle.number])
+        assert len(busy.result(0)) == 60
+        distinct = 20 + 160 + sum(len(text) - 160 for text in texts)
+        assert engine.stats().prefilled_tokens <= distinct
+        engine.close()

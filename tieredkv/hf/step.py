@@ -293,6 +293,9 @@ def _check(member: Member, store: BlockStore | None) -> Tenancy:
         )
     if place.store is None and place.shared is not None and store is not None and place.shared.store is store:
         place.begin_with(place.shared, store, [[]], 0)
+    if place.store is store and place.holder is not None and not place.holder.table.rows:
+        with place.need_store().lock:
+            place.holder.table.rows = [[]]  # its first step was abandoned, and rolled back to nothing
     rows = 0 if place.holder is None else len(place.holder.table)
     if place.store is None or place.store is not store or rows != 1 or not len(member.ids):
         raise MismatchError(

@@ -169,6 +169,13 @@ class Request:
     first_token_seconds: float | None = None
     last_token_seconds: float | None = None
     preempted: int = 0
+    _head: tuple[str, bytes] | None = None
+
+    def head(self, block_size: int) -> tuple[str, bytes]:
+        """Salt and first block of tokens: requests that differ in it share nothing."""
+        if self._head is None:
+            self._head = (self.salt, self.known[:block_size].numpy().tobytes())
+        return self._head
 
     @property
     def known(self) -> torch.Tensor:

@@ -125,7 +125,7 @@ class Runner:
             if count:
                 pieces.append((request, count))
                 room -= count
-        if room and not self._full:
+        if room and not self._full and len(self._reading) + len(self._decoding) < self._settings.max_running:
             ready = next_to_prefill(
                 self.waiting, self._reading, self.stats.steps, self._settings.ageing_steps, self._block_size
             )
@@ -249,6 +249,9 @@ class Runner:
             request.prefilled += count
             if request in self._reading:
                 self.stats.prefilled_tokens += count
+                grew = (request.prefilled - count) // self._block_size < request.prefilled // self._block_size
+                if grew and request.missing and self.waiting and request.cache is not None:
+                    self._store.publish(request.cache, durable=False)  # others may be waiting for these blocks
             if not request.missing:
                 complete.append(request)
         if not complete:
