@@ -36,8 +36,9 @@ def report(cold_dir: Path, tmp_path: Path) -> Path:
     with small(model.config, cold_dir) as cache:
         feed(model, tokens(100), cache, [80])
         file = tmp_path / "stats.json"
-        file.write_text(cache.stats().to_json(), encoding="utf-8")
-        assert command.read_stats(file) == cache.stats()
+        stats = cache.stats()
+        file.write_text(stats.to_json(), encoding="utf-8")
+        assert command.read_stats(file) == stats
     return file
 
 

@@ -92,7 +92,7 @@ def test_the_deadline_of_read_all_is_for_the_reading_alone(cold_dir: Path, monke
     real = os.preadv
 
     def slow(*args: object) -> int:
-        time.sleep(0.2)
+        time.sleep(0.6)
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", slow)
@@ -150,8 +150,8 @@ def test_the_next_piece_is_read_while_the_caller_works_on_one(
     monkeypatch.setattr(os, "preadv", counted)
     pieces = store.read_all(hashes(RECORDS))
     first = next(pieces)
-    assert second.wait(20), "the second piece is not read before it is asked for"
-    assert torch.equal(first.rows, wanted[0]), "the second piece was read over the first"
+    assert second.wait(20), "the next piece is not read before it is asked for"
+    assert torch.equal(first.rows, wanted[0]), "another piece was read over the first"
     pieces.close()  # waits for what it began
     assert reads == 2
     for piece, right in zip(store.read_all(hashes(RECORDS)), wanted, strict=True):

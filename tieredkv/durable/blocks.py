@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,6 +34,8 @@ from tieredkv.tiers.cold_folder import cold_error
 # What `read_all` takes from the disk at once. Hints about what comes next cost more than they gained, from the page
 # cache and from the disk.
 PIECE_BYTES = 4 << 20
+PIECES_AHEAD = 2
+"""Pieces that are read while the caller works on one."""
 
 
 class DurableBlocks:
@@ -138,7 +141,7 @@ class DurableBlocks:
     def read_all(self, hashes: Sequence[str]) -> Iterator[LayerPiece]:
         """Read all layers of n blocks in the order in which they lie on disk: file by file, layer by layer.
 
-        The fastest way to have everything: while the caller works on one piece, the next is read. The deadline is one
+        The fastest way to have everything: while the caller works on one piece, the next are read. The deadline is one
         for all pieces, and only time that a piece was waited for counts.
 
         Args:
@@ -155,21 +158,21 @@ class DurableBlocks:
         steps = [(run, layers) for run in self._runs(hashes) for layers in run.pieces(PIECE_BYTES)]
         most_bytes = max((sum(map(run.layer_bytes, layers)) for run, layers in steps), default=0)
         # Owned by this call: a read that is given up may still write into one of them.
-        rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in steps[:2]]
-        left, ahead = self.settings.deadline_seconds, None
+        rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in steps[: PIECES_AHEAD + 1]]
+        left = self.settings.deadline_seconds
+        ahead: deque[Future[None]] = deque()
         try:
             for number, (run, layers) in enumerate(steps):
-                coming, ahead = ahead or self._start_reading(run, layers, rooms[number % 2]), None
-                left = self._wait(coming, left)
-                if number + 1 < len(steps):
-                    ahead = self._start_reading(*steps[number + 1], rooms[(number + 1) % 2])
+                for next_number in range(number + len(ahead), min(number + 1 + PIECES_AHEAD, len(steps))):
+                    ahead.append(self._start_reading(*steps[next_number], rooms[next_number % len(rooms)]))
+                left = self._wait(ahead.popleft(), left)
                 ends = list(accumulate((run.layer_bytes(layer) for layer in layers), initial=0))
                 for layer, start, end in zip(layers, ends, ends[1:], strict=False):
-                    yield LayerPiece(layer, run.first, rooms[number % 2][start:end].view(run.count, -1))
+                    yield LayerPiece(layer, run.first, rooms[number % len(rooms)][start:end].view(run.count, -1))
         finally:
-            if ahead is not None:
+            for read in ahead:
                 with suppress(Exception):  # of what nobody wanted any more
-                    ahead.result(left)
+                    read.result(left)
 
     def set_aside(self, hash: str, why: str) -> None:
         """Put the file of a block whose bytes were found to be wrong into quarantine; its blocks are absent then.

@@ -5,7 +5,7 @@ Imports: block, tiers, store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from tieredkv.block import LOWER, TIERS, Block, Planes
 from tieredkv.store.blocks import BlockStore
 from tieredkv.store.sharing import stored
-from tieredkv.tiers.rows import pack_rows, unpack_rows
+from tieredkv.tiers import Populating, pack_rows, unpack_rows
 
 
 class Piece(Protocol):
@@ -90,6 +90,7 @@ class Restore:
         self._good = len(self._places)
         self._whole = 0
         self.wrong: str | None = None
+        self._populating = Populating(self._views())
 
     @property
     def room(self) -> int:
@@ -123,6 +124,7 @@ class Restore:
 
     def finish(self) -> list[Block]:
         """The blocks that arrived whole, each with one reference; the other slots are free again. Call once."""
+        self._populating.end()
         found: list[Block] = []
         for index, (role, slot) in enumerate(self._places):
             if index >= self.whole:
@@ -134,6 +136,14 @@ class Restore:
             block.checksums = list(self._checksums[index])
             found.append(block)
         return found
+
+    def _views(self) -> Iterator[torch.Tensor]:
+        """The memory of the places, in the order in which it is written."""
+        by_role = {role: [slot for its, slot in self._places if its == role] for role in TIERS[:-1]}
+        for layer in range(len(self._store.layers)):
+            for role, slots in by_role.items():
+                for _, start, length in self._store.tiers[role].runs(slots) if slots else ():
+                    yield from self._store.tiers[role].run(layer, start, length) or ()
 
     def _write(self, layer: int, role: str, slots: Sequence[int], rows: torch.Tensor) -> None:
         store, spec = self._store, self._store.mover.planes[layer]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tieredkv.tiers.base import Role, Tier, copy_blocks, runs, slot_bytes
 from tieredkv.tiers.cold import ColdTier, blocks_per_file, cold_bytes
 from tieredkv.tiers.hot import HotTier, LayerEmpty
+from tieredkv.tiers.populate import Populating
 from tieredkv.tiers.rows import pack_rows, row_bytes, unpack_rows
 from tieredkv.tiers.slots import SlotPool
 from tieredkv.tiers.warm import HostEmpty, WarmTier
@@ -17,6 +18,7 @@ __all__ = [
     "HostEmpty",
     "HotTier",
     "LayerEmpty",
+    "Populating",
     "Role",
     "SlotPool",
     "Tier",
