@@ -8,6 +8,7 @@ Imports: errors.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -68,6 +69,16 @@ class Fingerprint:
         self._model = model
         self._seen: tuple[object, ...] | None = None
         self._digest = ""
+        self._held = self._looked = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the model does not change: it is looked at once, at the first `current`."""
+        self._held, self._looked = True, False
+        try:
+            yield
+        finally:
+            self._held = self._looked = False
 
     def current(self) -> str:
         """Hex SHA-256 of the model as it is now.
@@ -75,12 +86,15 @@ class Fingerprint:
         Raises:
             UnsupportedModelError: weights that are not in memory.
         """
+        if self._looked:
+            return self._digest
         tensors = dict(_tensors(self._model))
         versions = tuple((name, tensor.data_ptr(), _version(tensor)) for name, tensor in tensors.items())
         seen = (versions, _samples(tensors), adapters(self._model))
         if seen != self._seen:
             self._digest = self._compute(tensors, str(seen[1]), str(seen[2]))
             self._seen = seen
+        self._looked = self._held
         return self._digest
 
     def _compute(self, tensors: dict[str, torch.Tensor], samples: str, switched: str) -> str:

@@ -14,6 +14,7 @@ Imports: everything to its left; the hook and places of caches from hf.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -222,6 +223,10 @@ class KVStore:
                     found = blocks[: len(hashes)]
                     self._published.publish(store, self._fingerprint.current(), seen.salt, hashes, found)
         return new
+
+    def same_model(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, weights and adapters do not change, and are looked at once: that takes tens of milliseconds."""
+        return self._fingerprint.held()
 
     def stats(self) -> KVStoreStats:
         """What was found and kept so far."""

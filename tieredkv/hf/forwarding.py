@@ -332,6 +332,11 @@ class Forwarding(DynamicCache):
         return self._place
 
     @property
+    def is_all_blocks(self) -> bool:
+        """Whether every layer is tiered, and known to be attended over blocks."""
+        return len(self._tiered) == len(self.layers) and self._ways.all_blocks
+
+    @property
     def ways(self) -> Ways:
         """How attention gets K and V of each layer, as far as that is known: a copy."""
         return self._ways.copy()

@@ -22,9 +22,9 @@ from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.errors import HandleError, MismatchError, StepError, TieredKVError, UnsupportedModelError
 from tieredkv.hf import seam
 from tieredkv.hf.forwarding import Forwarding
-from tieredkv.hf.layers import Handle, TieredLayer
+from tieredkv.hf.layers import Handle
 from tieredkv.hf.tenancy import Tenancy
-from tieredkv.plan import Chunk, ForwardPlan, Run
+from tieredkv.plan import Chunk, ForwardPlan, HotWrite, Run
 from tieredkv.store import BlockStore, check_tensors, planner, write
 from tieredkv.store.reads import plan_reads
 
@@ -98,17 +98,17 @@ class StepCache(DynamicCache):
             store = places[0].shared.store
         for index, member in enumerate(members):
             try:
-                place = _check(member, store)
-                planner.begin(place.need_store(), place.need_holder(), len(member.ids))
+                place = _check(member, places[index], store)
+                planner.begin(place.need_store(), place.need_holder(), len(member.ids), settled=index > 0)
             except TieredKVError as error:
                 self.abandon()
                 raise StepError(index, error) from error
         self._store = store
         self._place()
-        positions, last, first = [], [], 0
+        positions, last, first = list[int](), list[int](), 0
         for member in members:
             plan = _plan_of(member)
-            positions.append(torch.arange(plan.past, plan.total))
+            positions += range(plan.past, plan.total)
             first += plan.new
             last.append(first - 1)
             if member.cache.watch is not None:
@@ -120,7 +120,7 @@ class StepCache(DynamicCache):
                 store.prefetcher.start(range(len(store.layers)), frame.chunks)
         ids = torch.cat([member.ids for member in members])
         return StepInput(
-            ids.unsqueeze(0), torch.cat(positions).unsqueeze(0).to(ids.device), torch.tensor(last, device=ids.device)
+            ids.unsqueeze(0), torch.tensor([positions], device=ids.device), torch.tensor(last, device=ids.device)
         )
 
     def _place(self) -> None:
@@ -275,7 +275,7 @@ def _plan_of(member: Member) -> ForwardPlan:
     return plan
 
 
-def _check(member: Member, store: BlockStore | None) -> Tenancy:
+def _check(member: Member, place: Tenancy, store: BlockStore | None) -> Tenancy:
     """The cache's place, if it can take part in a step over this store.
 
     Raises:
@@ -283,8 +283,7 @@ def _check(member: Member, store: BlockStore | None) -> Tenancy:
         UnsupportedModelError: a layer that is not tiered, or that is not attended over blocks.
     """
     cache = member.cache
-    place = cache.joins_step()
-    if not all(isinstance(layer, TieredLayer) for layer in cache.layers) or not cache.ways.all_blocks:
+    if not cache.is_all_blocks:
         raise UnsupportedModelError(
             "Requests of this model cannot take steps together.",
             wanted="attention over blocks in every layer, known from a forward of one cache before",
@@ -348,14 +347,14 @@ def _together(plans: Sequence[ForwardPlan], store: BlockStore) -> ForwardPlan:
     warm: list[Run] = []
     chunks: dict[tuple[int, ...], Chunk] = {}
     for row, plan in enumerate(plans):
-        hot += [dataclasses.replace(run, rows=(row,)) for run in plan.hot_runs]
-        warm += [dataclasses.replace(run, rows=(row,)) for run in plan.warm_runs]
+        hot += [Run((row,), run.start, run.tokens, run.position, run.blocks) for run in plan.hot_runs]
+        warm += [Run((row,), run.start, run.tokens, run.position, run.blocks) for run in plan.warm_runs]
         for chunk in plan.chunks:
             key = (chunk.position, *(block.id for block in chunk.blocks))
             rows = (*chunks[key].rows, row) if key in chunks else (row,)
             chunks[key] = dataclasses.replace(chunk, rows=rows)
     writes = [
-        dataclasses.replace(write, row=row, source=0) for row, plan in enumerate(plans) for write in plan.hot_writes
+        HotWrite(row, 0, write.start, write.tokens) for row, plan in enumerate(plans) for write in plan.hot_writes
     ]
     index = torch.tensor([write.start for write in writes], dtype=torch.int64, device=store.device.torch_device)
     slots = [plan.row_slots[0] for plan in plans if plan.row_slots is not None]

@@ -96,6 +96,10 @@ class Runner:
     @torch.no_grad()
     def step(self) -> bool:
         """Run one forward for whoever has work; False when nobody has."""
+        with self._store.same_model():
+            return self._step_once()
+
+    def _step_once(self) -> bool:
         started = time.perf_counter()
         for request in [each for each in self.everyone() if each.handle.is_cancelled]:
             self.end(request, Finish.CANCELLED)
@@ -152,9 +156,10 @@ class Runner:
 
     def _begin(self, pieces: list[Piece]) -> tuple[StepInput | None, list[Piece]]:
         """Plan the step; whoever cannot take part, or has to give way so that others can, is left out."""
+        device = self._model.device
         while pieces:
             members = [
-                Member(request.cache, request.ids[request.prefilled : request.prefilled + count].to(self._model.device))
+                Member(request.cache, request.ids[request.prefilled : request.prefilled + count].to(device))
                 for request, count in pieces
                 if request.cache is not None
             ]

@@ -11,7 +11,6 @@ sharing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 
 from tieredkv.block import LOWER, Block
@@ -26,23 +25,28 @@ from tieredkv.store.rooms import Room, find_room, protected_ids
 from tieredkv.store.sharing import merge_rows
 
 
-def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
+def begin(store: BlockStore, holder: Holder, new: int, *, settled: bool = False) -> ForwardPlan:
     """Plan a forward of `new` tokens in each row.
+
+    Args:
+        new: at least 0.
+        settled: forwards of several caches are planned in a row, and this is not the first of them: the store, which
+            looks at all its caches, was settled there.
 
     Raises:
         BudgetError: it does not fit; nothing was written and the cache is as it was.
     """
     with store.lock:
         quota.refill(store, holder)
-        settle(store, holder)
+        if not settled:
+            settle(store, holder)
         drop_hidden(store, holder)
         store.forwards += 1
         rows, past, size = len(holder.table), holder.tokens, store.block_size
-        plan = ForwardPlan(number=store.forwards, past=past, new=new, rows=rows)
-        holder.last_access = plan.number
+        holder.last_access = store.forwards
         if new == 0 or rows == 0:
-            holder.plan = plan
-            return plan
+            holder.plan = ForwardPlan(number=store.forwards, past=past, new=new, rows=rows)
+            return holder.plan
         needed = find_room(store, holder, new)
         protected = protected_ids(store, holder)
         below: list[tuple[str, int]] = []
@@ -52,8 +56,11 @@ def begin(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
             places = store.take_lower(needed.through * rows) if needed.through else []
             below += [(role, slot) for role, slots in places for slot in slots]
             _append_blocks(store, holder, needed, below)
-            plan = dataclasses.replace(
-                plan,
+            plan = ForwardPlan(
+                number=store.forwards,
+                past=past,
+                new=new,
+                rows=rows,
                 hot_writes=_hot_writes(holder, past, new, size),
                 through_writes=_through_writes(holder, past, size, needed.numbers),
             )
