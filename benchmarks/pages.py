@@ -43,6 +43,8 @@ README_ROWS = (
     ("decode", r"streamed from (warm|cold)"),
     ("decode", r"prefill of 4K"),
     ("codecs", r"int8: perplexity change"),
+    ("serving", r"16 requests, prompts of 64 to 1,000 tokens, 32 new: tokens/s over"),
+    ("serving", r"sequences at once on equal KV bytes"),
 )
 """(question, pattern of its measures): what the README shows."""
 README_PICTURE = "memory_device"
