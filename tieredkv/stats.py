@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from tieredkv.config import Beyond
 
 T = TypeVar("T")
+_TIERS = ("hot", "packed", "warm", "cold")  # as in `block`, which stands above this
 Mode = Literal["blocks", "gather"]
 
 
@@ -238,7 +239,7 @@ class CacheStats:
             KeyError, TypeError: it is not such a record.
         """
         records: dict[str, Any] = {
-            **{name: _record(TierStats, saved[name]) for name in ("hot", "packed", "warm", "cold") if name in saved},
+            **{name: _record(TierStats, saved[name]) for name in _TIERS if name in saved},
             **{name: _record(PhaseStats, saved[name]) for name in ("prefill", "decode")},
             "moves": {name: _record(MoveStats, move) for name, move in saved["moves"].items()},
             "pin_failures": tuple(saved.get("pin_failures", ())),
@@ -293,7 +294,7 @@ class Counters:
         self._phases: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
         self._phase = "prefill"
         self._hits_before = 0
-        self.hits = dict.fromkeys(("hot", "packed", "warm", "cold"), 0)
+        self.hits = dict.fromkeys(_TIERS, 0)
         self.verified_blocks = 0
         self.checksum_failures = 0
         self.retries = 0

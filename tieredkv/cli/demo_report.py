@@ -169,10 +169,9 @@ def _add_tiers(table: Table, report: Report) -> None:
     stats = report.stats
     sizes = (format_bytes(report.tiered.device_kv_bytes), format_bytes(report.dynamic.device_kv_bytes))
     table.add_row("K and V on device, peak", *sizes)
-    tiers = {"hot": stats.hot, "warm": stats.warm, "cold": stats.cold}
-    if stats.packed.budget_bytes:
-        tiers = {"hot": stats.hot, "packed": stats.packed, **tiers}
-    for name, tier in tiers.items():
+    for name, tier in (("hot", stats.hot), ("packed", stats.packed), ("warm", stats.warm), ("cold", stats.cold)):
+        if tier is stats.packed and not tier.budget_bytes:
+            continue  # nobody asked for it
         table.add_row(f"{name}, peak of budget", _tier(tier), "")
     if stats.gather_peak_bytes:
         table.add_row("gathered for one layer", format_bytes(stats.gather_peak_bytes), "")
