@@ -37,7 +37,7 @@ class Chart:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed: `pip install tieredkv[bench]`."""
+    """Whether matplotlib is installed: `pip install tieredkv[plots]`."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

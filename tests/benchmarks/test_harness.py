@@ -64,7 +64,7 @@ def test_the_readme_has_its_marks() -> None:
 
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="charts need tieredkv[bench]")
+    pytest.importorskip("matplotlib", reason="charts need tieredkv[plots]")
     plots.draw(CHART, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 

@@ -46,7 +46,7 @@ def test_a_report_is_written_and_read_again(report: Report, tmp_path: Path) -> N
 
 
 def test_pictures_are_drawn(report: Report, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need `pip install matplotlib`")
+    pytest.importorskip("matplotlib", reason="pictures need tieredkv[plots]")
     names = plots.draw(report, tmp_path)
     assert set(names) == {"over_time.png", "lengths.png", "latency.png", "parts.png", "memory.png"}
     for name in names:

@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed: `pip install matplotlib`."""
+    """Whether matplotlib is installed: `pip install "tieredkv[plots]"`."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

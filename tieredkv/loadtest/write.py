@@ -38,6 +38,6 @@ def write(report: Report, folder: Path, comparison: Comparison | None = None) ->
     (folder / JSON).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     text = markdown(report, comparison, pictures)
     if not plots.can_draw():
-        text += "\nNo pictures: matplotlib is not installed.\n"
+        text += "\nNo pictures: matplotlib is not installed (pip install 'tieredkv[plots]').\n"
     (folder / MARKDOWN).write_text(text, encoding="utf-8")
     return [folder / name for name in (JSON, MARKDOWN, *pictures)]
