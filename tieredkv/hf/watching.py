@@ -33,6 +33,9 @@ _HARMLESS = frozenset(
 )
 """Keywords whose tensors are looked at, or say nothing of K and V; any other tensor is an input that is not a token."""
 
+_LATE = 64
+"""So many forwards' ids are put in their place together."""
+
 
 class TokenWatch:
     """Token ids of each row of one cache, as far as they are known.
@@ -47,6 +50,7 @@ class TokenWatch:
     def __init__(self, seed: str, salt: str, rates: Rates, ids: torch.Tensor) -> None:
         self.seed, self.salt, self.rates = seed, salt, rates
         self._ids, self._tokens = ids.detach().clone(), ids.shape[1]
+        self._late: list[torch.Tensor] = []  # what follows `_ids`, put there when somebody looks: one token is little
         self._proofs: list[tuple[int, torch.Tensor]] = []  # (first token, 0-dim bool on the device: looked at late)
         self.started = 0.0
 
@@ -61,7 +65,7 @@ class TokenWatch:
         """
         self.crop(past)
         if not past:
-            self._ids = ids.new_empty((ids.shape[0], 0))
+            self._ids, self._late = ids.new_empty((ids.shape[0], 0)), []
         if self._tokens != past or ids.shape[0] != self._ids.shape[0]:
             return  # tokens came in between that nobody saw
         total = past + ids.shape[1]
@@ -79,16 +83,19 @@ class TokenWatch:
     def crop(self, tokens: int) -> None:
         """The cache holds `tokens` tokens of each row at most."""
         if tokens < self._tokens:
+            self._settle()
             self._tokens = tokens
             self._proofs = [proof for proof in self._proofs if proof[0] < tokens]
 
     @torch.inference_mode(False)
     def select(self, rows: Sequence[int]) -> None:
         """Rows were reordered, repeated or dropped."""
+        self._settle()
         self._ids = self._ids[list(rows)]
 
     def fork(self) -> TokenWatch:
         """The same for a copy of the cache."""
+        self._settle()
         twin = TokenWatch(self.seed, self.salt, self.rates, self._ids[:, : self._tokens])
         twin._proofs = list(self._proofs)
         return twin
@@ -98,18 +105,31 @@ class TokenWatch:
         doubtful = [first for first, proof in self._proofs if not bool(proof)]
         self.crop(min(doubtful, default=self._tokens))
         self._proofs = []
+        self._settle()
         return self._ids[:, : self._tokens].to("cpu", torch.int64)
 
-    @torch.inference_mode(False)
     def _append(self, ids: torch.Tensor) -> None:
+        if self._late and self._late[-1].device != ids.device:
+            self._settle()
+        self._late.append(ids.clone())
+        self._tokens += ids.shape[1]
+        if len(self._late) >= _LATE:
+            self._settle()
+
+    @torch.inference_mode(False)
+    def _settle(self) -> None:
+        """Put what came late into its place."""
+        if not self._late:
+            return
         # Made in inference mode, the ids could not be written to outside of it later.
-        total = self._tokens + ids.shape[1]
-        if total > self._ids.shape[1] or self._ids.device != ids.device:
-            room = torch.empty((ids.shape[0], max(total, 2 * self._tokens)), dtype=torch.int64, device=ids.device)
-            room[:, : self._tokens] = self._ids[:, : self._tokens]
+        late = torch.cat(self._late, 1)
+        first, total = self._tokens - late.shape[1], self._tokens
+        if total > self._ids.shape[1] or self._ids.device != late.device:
+            room = torch.empty((late.shape[0], max(total, 2 * first)), dtype=torch.int64, device=late.device)
+            room[:, :first] = self._ids[:, :first]
             self._ids = room
-        self._ids[:, self._tokens : total] = ids
-        self._tokens = total
+        self._ids[:, first:total] = late
+        self._late = []
 
 
 def watch(model: torch.nn.Module) -> list[RemovableHandle]:

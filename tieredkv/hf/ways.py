@@ -42,7 +42,7 @@ class Ways:
     @property
     def all_blocks(self) -> bool:
         """Whether every layer is attended over blocks."""
-        return bool(self._ways) and all(way == "blocks" for way in self._ways)
+        return set(self._ways) == {"blocks"}
 
     @property
     def reason(self) -> str | None:

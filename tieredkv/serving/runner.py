@@ -19,6 +19,7 @@ from tieredkv.hf.step import Member, StepCache, StepInput
 from tieredkv.kv_store import KVStore
 from tieredkv.serving.order import PromptPace, next_to_prefill, victim
 from tieredkv.serving.request import Finish, Request
+from tieredkv.serving.sampling import largest
 from tieredkv.serving.settings import EngineSettings
 from tieredkv.serving.stats import EngineStats
 from tieredkv.serving.timings import Timings
@@ -261,7 +262,7 @@ class Runner:
                 complete.append(request)
         if not complete:
             return
-        greedy = logits.argmax(-1).tolist()
+        greedy = largest(logits)
         for row, request in enumerate(complete):
             if request in self._reading:
                 self._reading.remove(request)
@@ -277,7 +278,7 @@ class Runner:
             self._time(request)
             self.stats.new_tokens += 1
             request.handle.put(token)
-            ended = "stop" if request.handle.is_stopped else request.sampler.ended_by(request.known)
+            ended = "stop" if request.handle.is_stopped else request.sampler.ended_by(request.known, token)
             if ended is not None:
                 self.end(request, Finish(ended))
 

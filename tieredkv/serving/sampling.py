@@ -103,13 +103,24 @@ class Sampler:
                 change="other sampling settings",
             ) from error
 
-    def ended_by(self, ids: torch.Tensor) -> str | None:
-        """ "stop" or "length" when these ids, the newest last, are the last ones; else None."""
-        if int(ids[-1]) in self._ends:
+    def ended_by(self, ids: torch.Tensor, token: int) -> str | None:
+        """ "stop" or "length" when these ids, of which `token` is the newest, are the last ones; else None."""
+        if token in self._ends:
             return "stop"
-        if any(bool(criterion(ids.unsqueeze(0), None).any()) for criterion in self._criteria):
+        if self._criteria and any(bool(criterion(ids.unsqueeze(0), None).any()) for criterion in self._criteria):
             return "stop"
         return "length" if len(ids) - self._prompt_tokens >= self.most_tokens else None
+
+
+def largest(logits: torch.Tensor) -> list[int]:
+    """Where the largest logit of each row lies, the first of equals.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+    """
+    if logits.device.type == "cpu":
+        return [int(index) for index in logits.float().numpy().argmax(-1)]  # three times as fast as torch's on a CPU
+    return [int(index) for index in logits.argmax(-1).tolist()]
 
 
 def _most_tokens(config: GenerationConfig, prompt_tokens: int) -> int:

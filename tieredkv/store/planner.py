@@ -266,6 +266,8 @@ def _hot_writes(holder: Holder, past: int, new: int, size: int) -> tuple[HotWrit
 def _through_writes(holder: Holder, past: int, size: int, numbers: range) -> tuple[ThroughWrite, ...]:
     """The new blocks that go straight down, neighbours of one row and tier together."""
     writes: list[ThroughWrite] = []
+    if not numbers:
+        return ()
     for index, row in enumerate(holder.table):
         for role in LOWER:
             stored = [number for number in numbers if getattr(row[number], role) is not None]
