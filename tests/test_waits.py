@@ -75,11 +75,11 @@ def scenario(device: SimulatedAccelerator, folder: Path) -> None:
 
 @dataclasses.dataclass
 class Rows:
-    """One layer of some blocks, as a directory of published blocks gives them."""
+    """Some layers of some blocks, as a directory of published blocks gives them."""
 
-    layer: int
+    layers: range
     first: int
-    rows: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
 
 
 def published_and_back(cache: tieredkv.TieredCache) -> None:
@@ -100,7 +100,7 @@ def published_and_back(cache: tieredkv.TieredCache) -> None:
     with store.lock:
         coming = Restore(store, [str(index) for index in range(len(blocks))], sums)
         for layer, rows in enumerate(layers):
-            coming.take(Rows(layer, 0, rows))
+            coming.take(Rows(range(layer, layer + 1), 0, (rows,)))
         found = coming.finish()
         assert len(found) == len(blocks) and any(block.hot is not None for block in found)
         reads = [("hot", block.hot) for block in found if block.hot is not None]
@@ -182,7 +182,7 @@ WAITS: dict[tuple[str, str], tuple[Any, str]] = {
     ("blocks", "release"): (BlockStore, "release"),
     ("gather", "read_layer"): (forwarding, "read_layer"),
     ("planner", "commit"): (planner, "commit"),
-    ("restore", "_write"): (Restore, "_write"),
+    ("restore", "_wait"): (Restore, "_wait"),
 }
 """Where the host waits, by module and function: what is replaced to take the wait out."""
 
@@ -227,3 +227,41 @@ def test_what_a_copy_comes_after(monkeypatch: pytest.MonkeyPatch, cold_dir: Path
 def test_what_the_host_waits_for(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, place: tuple[str, str]) -> None:
     without_wait(monkeypatch, *WAITS[place])
     assert run(cold_dir)
+
+
+def restored_through_two_rooms(device: SimulatedAccelerator) -> bool:
+    """Whether blocks come back as they were from pieces whose bytes are overwritten by the second next one."""
+    config = config_of("llama")
+    config._attn_implementation = "tieredkv"
+    with tieredkv.TieredCache(config, hot="256 tokens", warm=0, block_size=BLOCK, window=16, device=device) as cache:
+        forward(cache, 100)
+        cache.crop(-1)
+        forward(cache, 1)
+        store, holder = store_of(cache), cache.parts().holder
+        assert holder is not None
+        with store.lock:
+            blocks = [block for block in holder.table.blocks() if block.sealed]
+            export = Export(store, blocks)
+            sums = [export.checksums(index) for index in range(len(blocks))]
+            wanted = [(i, layer, export.rows(i, layer)) for i in range(len(blocks)) for layer in range(2)]
+        cache.reset()
+        rooms = [torch.empty_like(wanted[0][2]).unsqueeze(0) for _ in "ab"]
+        with store.lock:
+            coming = Restore(store, [str(index) for index in range(len(blocks))], sums)
+            for number, (index, layer, row) in enumerate(wanted):
+                rooms[number % 2].copy_(row)
+                assert coming.take(Rows(range(layer, layer + 1), index, (rooms[number % 2],)))
+            found = coming.finish()
+            device.synchronize()
+            again = Export(store, found)
+            return all(torch.equal(again.rows(index, layer), row) for index, layer, row in wanted)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_restored_piece_is_written_before_its_bytes_are_overwritten(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    if not waits:
+        monkeypatch.setattr(Restore, "_wait", lambda self: None)
+    with SimulatedAccelerator(seed=0, max_delay_seconds=0.01) as device:
+        assert restored_through_two_rooms(device) == waits

@@ -136,7 +136,7 @@ class Checksummer:
             part = weights[start : start + heads * head_words].view(heads, head_words)
             start += heads * head_words
             sums.append(self._weighted_sum(plane, part))
-        return torch.stack(sums).sum(0).add_(_seed(row_words))
+        return sum(sums[1:], sums[0]).add_(_seed(row_words))
 
     def _weights_for(self, row_words: int, device: torch.device) -> torch.Tensor:
         """At least `row_words` weights on `device`; a longer row has the weights of a shorter one in front."""

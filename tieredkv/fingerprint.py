@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +35,7 @@ _NOT_OF_THE_MODEL = frozenset(
 )
 """Fields of a config that say nothing of what is computed."""
 
-_ADAPTER_STATE = ("active_adapter", "active_adapters", "disable_adapters", "merged_adapters", "scaling")
+_ADAPTER_STATE = frozenset({"active_adapter", "active_adapters", "disable_adapters", "merged_adapters", "scaling"})
 
 
 def config_digest(config: Any) -> str:
@@ -74,12 +73,14 @@ class Fingerprint:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Inside, the model does not change: it is looked at once, at the first `current`."""
-        self._held, self._looked = True, False
+        outer, self._held = self._held, True
         try:
             yield
         finally:
-            self._held = self._looked = False
+            self._held = outer
+            self._looked = self._looked and outer
 
+    @torch.no_grad()
     def current(self) -> str:
         """Hex SHA-256 of the model as it is now.
 
@@ -88,9 +89,9 @@ class Fingerprint:
         """
         if self._looked:
             return self._digest
-        tensors = dict(_tensors(self._model))
+        tensors, switched = _look(self._model)
         versions = tuple((name, tensor.data_ptr(), _version(tensor)) for name, tensor in tensors.items())
-        seen = (versions, _samples(tensors), adapters(self._model))
+        seen = (versions, _samples(tensors), switched)
         if seen != self._seen:
             self._digest = self._compute(tensors, str(seen[1]), str(seen[2]))
             self._seen = seen
@@ -108,38 +109,47 @@ class Fingerprint:
         return digest.hexdigest()
 
 
-def adapters(model: torch.nn.Module) -> tuple[object, ...]:
-    """Which adapters are switched on in which module, as far as modules say so (PEFT's names)."""
-    found: list[object] = []
-    for name, module in model.named_modules():
-        for field in _ADAPTER_STATE:
-            value = _field(module, field)
-            if value is not None:
-                found.append((name, field, str(value)))
-    return tuple(found)
+def _look(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], tuple[object, ...]]:
+    """Weights and buffers by name, each tensor once, and which adapters are switched on in which module.
 
-
-def _field(module: torch.nn.Module, field: str) -> object:
-    """A module's attribute, unless it is a method or there is none."""
-    if field not in module.__dict__ and not hasattr(type(module), field):
-        return None
-    value = getattr(module, field, None)
-    # `scaling` is a float in attention modules and a dict of adapters in PEFT's.
-    if callable(value) or (field == "scaling" and not isinstance(value, dict)):
-        return None
-    return value
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.device.type == "meta":
+    One walk over the modules: three of torch's own take four times as long, at every step of a server.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    once: set[torch.Tensor] = set()
+    states: list[object] = []
+    of_classes: dict[type, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        for found, tensors in ((weights, module._parameters), (buffers, module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in once:
+                    once.add(tensor)
+                    found[f"{path}.{name}" if path else name] = tensor
+        kind = type(module)
+        if kind not in of_classes:
+            of_classes[kind] = tuple(field for field in _ADAPTER_STATE if hasattr(kind, field))
+        if of_classes[kind] or not _ADAPTER_STATE.isdisjoint(vars(module)):
+            states += _adapter_state(path, module)
+    weights.update(buffers)
+    for name, tensor in weights.items():
+        if tensor.is_meta:
             raise UnsupportedModelError(
                 "The model's weights are not in memory.",
                 wanted="weights on a device",
                 got=f"{name} on the meta device",
                 change="load the model without offloading to disk",
             )
-        yield name, tensor.detach()
+    return weights, tuple(states)
+
+
+def _adapter_state(path: str, module: torch.nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Which adapters are switched on in a module, as far as it says so (PEFT's names)."""
+    for field in sorted(_ADAPTER_STATE):
+        value = getattr(module, field, None)
+        # `scaling` is a float in attention modules and a dict of adapters in PEFT's.
+        if value is None or callable(value) or (field == "scaling" and not isinstance(value, dict)):
+            continue
+        yield (path, field, str(value))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -153,9 +163,10 @@ def _samples(tensors: dict[str, torch.Tensor]) -> str:
     for tensor in tensors.values():
         if not tensor.numel():
             continue
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
-        some = flat[:: max(flat.numel() // _SAMPLES, 1)]
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(some)
+        count = tensor.numel()
+        step = max(count // _SAMPLES, 1)
+        flat = tensor if tensor.is_contiguous() else tensor.flatten()
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(flat.as_strided((-(-count // step),), (step,)))
     for parts in by_kind.values():
         digest.update(torch.cat(parts).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -171,8 +171,9 @@ class KVStore:
             cache.move_in(self._shared, None)
             return cache
         digest = salt_digest(salt)
-        seed = self._seed(digest)
-        rows, tokens = self._attach(cache, input_ids, seed)
+        with self.same_model():
+            seed = self._seed(digest)
+            rows, tokens = self._attach(cache, input_ids, seed)
         place = cache.move_in(self._shared, TokenWatch(seed, digest, self._rates, input_ids[:, :tokens]))
         store = self._shared.store
         if tokens and store is not None:
@@ -225,7 +226,7 @@ class KVStore:
         return new
 
     def same_model(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, weights and adapters do not change, and are looked at once: that takes tens of milliseconds."""
+        """Inside, weights and adapters do not change, and are looked at once, which takes milliseconds."""
         return self._fingerprint.held()
 
     def stats(self) -> KVStoreStats:

@@ -32,11 +32,12 @@ def read_all(store: DurableBlocks, wanted: list[BlockRecord]) -> bool:
     """Whether `read_all` gives each layer of each block once, and rightly."""
     seen: set[tuple[int, int]] = set()
     for piece in store.read_all(hashes(wanted)):
-        for i, found in enumerate(piece.rows, start=piece.first):
-            assert (piece.layer, i) not in seen
-            seen.add((piece.layer, i))
-            if not torch.equal(found, row(wanted[i].hash, piece.layer, store.identity)):
-                return False
+        for layer, rows in zip(piece.layers, piece.rows, strict=True):
+            for i, found in enumerate(rows, start=piece.first):
+                assert (layer, i) not in seen
+                seen.add((layer, i))
+                if not torch.equal(found, row(wanted[i].hash, layer, store.identity)):
+                    return False
     return len(seen) == len(wanted) * len(store.identity.layers)
 
 

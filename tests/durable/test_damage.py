@@ -256,6 +256,7 @@ def test_read_all_stops_at_what_is_lost(cold_dir: Path, monkeypatch: pytest.Monk
     seen = []
     with pytest.raises(ColdTierError, match="cannot be had"):
         for piece in fresh.read_all(hashes(RECORDS)):
-            seen.append((piece.layer, piece.first))
-            assert torch.equal(piece.rows[0], row(RECORDS[piece.first].hash, piece.layer))
+            for layer, rows in zip(piece.layers, piece.rows, strict=True):
+                seen.append((layer, piece.first))
+                assert torch.equal(rows[0], row(RECORDS[piece.first].hash, layer))
     assert seen == [(0, 0), (1, 0), (0, 2), (1, 2)]

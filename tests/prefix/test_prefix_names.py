@@ -137,3 +137,16 @@ def test_weights_that_are_elsewhere_are_refused() -> None:
     model.lm_head.to("meta")
     with pytest.raises(UnsupportedModelError, match="memory"):
         Fingerprint(model).current()
+
+
+def test_inside_held_the_model_is_looked_at_once() -> None:
+    model = tiny()
+    mark = Fingerprint(model)
+    before = mark.current()
+    with mark.held():
+        with mark.held():
+            assert mark.current() == before
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += 1
+        assert mark.current() == before, "an inner `held` ends with its own end, not the outer one's"
+    assert mark.current() != before

@@ -192,6 +192,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, where: str, monkeypatch: py
 def test_reading_that_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens(100)
     prefill(tmp_path, ids)
+    monkeypatch.setattr("tieredkv.durable.blocks.PIECE_BYTES", 1)  # one layer at once
     original = DurableBlocks.read_all
 
     def stops(self: DurableBlocks, hashes: Any) -> Iterator[Any]:

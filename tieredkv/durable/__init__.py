@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tieredkv.durable.blocks import DurableBlocks
 from tieredkv.durable.identity import BlockRecord, Identity, salt_digest
-from tieredkv.durable.reading import LayerPiece
+from tieredkv.durable.reading import Piece
 from tieredkv.durable.settings import DurableSettings
 from tieredkv.durable.stats import DurableStats
 
@@ -20,6 +20,6 @@ __all__ = [
     "DurableSettings",
     "DurableStats",
     "Identity",
-    "LayerPiece",
+    "Piece",
     "salt_digest",
 ]

@@ -1,28 +1,26 @@
 """Published blocks in a directory: found again by other caches, other processes, and after a restart.
 
-Imports: errors, durable.{deadline,identity,reading,room,settings,shelf,stats,writing}.
+Imports: errors, durable.{ahead,deadline,identity,reading,room,settings,shelf,stats,writing}.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from typing import NoReturn
 
 import torch
 
+from tieredkv.durable.ahead import ReadAhead
 from tieredkv.durable.deadline import TimedCalls
 from tieredkv.durable.format import StoredFile
 from tieredkv.durable.identity import BlockRecord, Identity
-from tieredkv.durable.reading import LayerPiece, Run, runs_of
+from tieredkv.durable.reading import Piece, Run, runs_of
 from tieredkv.durable.room import Room
 from tieredkv.durable.settings import DurableSettings
 from tieredkv.durable.shelf import Shelf
@@ -36,6 +34,8 @@ from tieredkv.tiers.cold_folder import cold_error
 PIECE_BYTES = 4 << 20
 PIECES_AHEAD = 2
 """Pieces that are read while the caller works on one."""
+PIECES_HELD = 2
+"""Pieces whose bytes stay: the one that the caller works on, and the one before it."""
 
 
 class DurableBlocks:
@@ -138,7 +138,7 @@ class DurableBlocks:
             )
         self._within(self.settings.deadline_seconds, out, partial(self._read, list(hashes), layer))
 
-    def read_all(self, hashes: Sequence[str]) -> Iterator[LayerPiece]:
+    def read_all(self, hashes: Sequence[str]) -> Iterator[Piece]:
         """Read all layers of n blocks in the order in which they lie on disk: file by file, layer by layer.
 
         The fastest way to have everything: while the caller works on one piece, the next are read. The deadline is one
@@ -158,21 +158,22 @@ class DurableBlocks:
         steps = [(run, layers) for run in self._runs(hashes) for layers in run.pieces(PIECE_BYTES)]
         most_bytes = max((sum(map(run.layer_bytes, layers)) for run, layers in steps), default=0)
         # Owned by this call: a read that is given up may still write into one of them.
-        rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in steps[: PIECES_AHEAD + 1]]
+        rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in steps[: PIECES_AHEAD + PIECES_HELD]]
         left = self.settings.deadline_seconds
-        ahead: deque[Future[None]] = deque()
+        reads = [
+            partial(self._read_run, run, layers, rooms[number % len(rooms)])
+            for number, (run, layers) in enumerate(steps)
+        ]
+        ahead = self._begin(reads)
         try:
             for number, (run, layers) in enumerate(steps):
-                for next_number in range(number + len(ahead), min(number + 1 + PIECES_AHEAD, len(steps))):
-                    ahead.append(self._start_reading(*steps[next_number], rooms[next_number % len(rooms)]))
-                left = self._wait(ahead.popleft(), left)
-                ends = list(accumulate((run.layer_bytes(layer) for layer in layers), initial=0))
-                for layer, start, end in zip(layers, ends, ends[1:], strict=False):
-                    yield LayerPiece(layer, run.first, rooms[number % len(rooms)][start:end].view(run.count, -1))
+                left = self._wait(ahead, left)
+                ends = list(itertools.accumulate((run.layer_bytes(layer) for layer in layers), initial=0))
+                room = rooms[number % len(rooms)]
+                rows = (room[start:end].view(run.count, -1) for start, end in itertools.pairwise(ends))
+                yield Piece(layers, run.first, tuple(rows))
         finally:
-            for read in ahead:
-                with suppress(Exception):  # of what nobody wanted any more
-                    read.result(left)
+            ahead.stop(left)
 
     def set_aside(self, hash: str, why: str) -> None:
         """Put the file of a block whose bytes were found to be wrong into quarantine; its blocks are absent then.
@@ -244,24 +245,19 @@ class DurableBlocks:
             self._miss(f"block {hashes[found.index(None)]} is not there")
         return runs_of(files, hashes)
 
-    def _start_reading(self, run: Run, layers: range, room: torch.Tensor) -> Future[None]:
-        """Read some layers of a run into the first bytes of `room`, on another thread."""
-        rows = room[: sum(map(run.layer_bytes, layers))]
+    def _begin(self, reads: Sequence[Callable[[], None]]) -> ReadAhead:
         try:
-            return self._timed.start(partial(self._read_run, run, layers, rows))
+            return ReadAhead(self._timed, reads, PIECES_AHEAD)
         except TimeoutError as cause:
-            failed: Future[None] = Future()
-            failed.set_exception(cause)
-            return failed
+            self._late(cause)
 
-    def _wait(self, coming: Future[None], seconds: float | None) -> float | None:
-        """Wait for a read; the seconds that are left. A miss when it takes longer."""
+    def _wait(self, ahead: ReadAhead, seconds: float | None) -> float | None:
+        """Wait for the next read; the seconds that are left. A miss when it takes longer."""
         started = time.monotonic()
         try:
-            coming.result(seconds)
+            ahead.wait(seconds)
         except TimeoutError as cause:
-            self._count_late()
-            self._miss(f"the disk took longer than {self.settings.deadline_seconds} s ({cause})")
+            self._late(cause)
         return None if seconds is None else max(0.0, seconds - (time.monotonic() - started))
 
     def _within(self, seconds: float | None, out: torch.Tensor, read: Callable[[torch.Tensor], None]) -> None:
@@ -278,8 +274,7 @@ class DurableBlocks:
         try:
             self._timed.run(partial(read, rows), seconds)
         except TimeoutError as cause:
-            self._count_late()
-            self._miss(f"the disk took longer than {self.settings.deadline_seconds} s ({cause})")
+            self._late(cause)
         out.copy_(rows)
         self._spare_buffers.append(buffer)
 
@@ -290,8 +285,9 @@ class DurableBlocks:
         ):
             pass  # a file was lost and forgotten; another may hold its blocks too
 
-    def _read_run(self, run: Run, layers: range, out: torch.Tensor) -> None:
-        if not self._is_filled(run, layers, out):
+    def _read_run(self, run: Run, layers: range, room: torch.Tensor) -> None:
+        """Read some layers of a run into the first bytes of `room`."""
+        if not self._is_filled(run, layers, room[: sum(map(run.layer_bytes, layers))]):
             self._miss("its file was lost")
 
     def _is_filled(self, run: Run, layers: range, out: torch.Tensor) -> bool:
@@ -311,6 +307,10 @@ class DurableBlocks:
             self._shelf.set_aside(file, str(cause))
         else:  # too many open files, say: the file may be good
             self._miss(str(cause))
+
+    def _late(self, cause: TimeoutError) -> NoReturn:
+        self._count_late()
+        self._miss(f"the disk took longer than {self.settings.deadline_seconds} s ({cause})")
 
     def _count_late(self) -> None:
         with self._shelf.lock:

@@ -60,18 +60,19 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerPiece:
-    """One layer of some of the blocks that were asked for.
+class Piece:
+    """Some layers of some of the blocks that were asked for.
 
     Args:
-        layer: layer index.
+        layers: the layers.
         first: the first of the blocks, in what was asked for.
-        rows: uint8 `[n, row_bytes]` of `n` blocks from there on, as stored. Overwritten by the next piece.
+        rows: for each layer uint8 `[n, row_bytes]` of `n` blocks from there on, as stored. Overwritten when the piece
+            after the next is asked for.
     """
 
-    layer: int
+    layers: range
     first: int
-    rows: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
 
 
 def runs_of(files: Sequence[StoredFile], hashes: Sequence[str]) -> list[Run]:

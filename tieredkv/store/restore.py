@@ -1,6 +1,6 @@
 """Sealed blocks out of a store as the bytes they have below hot, and back into its slots, verified on arrival.
 
-Imports: block, tiers, store.
+Imports: block, device, tiers, store.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from typing import Protocol
 import torch
 
 from tieredkv.block import LOWER, TIERS, Block, Planes
+from tieredkv.device import Event
 from tieredkv.store.blocks import BlockStore
 from tieredkv.store.sharing import stored
 from tieredkv.tiers import Populating, pack_rows, unpack_rows
 
 
 class Piece(Protocol):
-    """One layer of consecutive blocks."""
+    """Some layers of consecutive blocks."""
 
     @property
-    def layer(self) -> int:
-        """The layer."""
+    def layers(self) -> Sequence[int]:
+        """The layers."""
 
     @property
     def first(self) -> int:
         """Index of the first of the blocks among those that were asked for."""
 
     @property
-    def rows(self) -> torch.Tensor:
-        """uint8 `[n, row_bytes]`, good until the next piece is asked for."""
+    def rows(self) -> Sequence[torch.Tensor]:
+        """For each layer uint8 `[n, row_bytes]`, good until the piece after the next is asked for."""
 
 
 class Export:
@@ -75,6 +76,8 @@ class Export:
 class Restore:
     """Fills slots with blocks that come piece by piece, in runs: every layer of some blocks, then the next blocks.
 
+    While a piece is checked, the one before it is still being written.
+
     Args:
         store: where the blocks go; hold its lock.
         hashes: names of the blocks, for `wrong`.
@@ -91,6 +94,7 @@ class Restore:
         self._whole = 0
         self.wrong: str | None = None
         self._populating = Populating(self._views())
+        self._writes: list[Event] = []  # of the piece before
 
     @property
     def room(self) -> int:
@@ -99,23 +103,28 @@ class Restore:
 
     def take(self, piece: Piece) -> bool:
         """Store a piece; False when no more are of use."""
-        layer, first, store = piece.layer, piece.first, self._store
-        count = min(piece.rows.shape[0], self._good - first)
-        if count <= 0:
+        first = piece.first
+        if min(piece.rows[0].shape[0], self._good - first) <= 0:
             return False
-        got = store.mover.checksummer.checksum_rows(piece.rows[:count]).tolist()
-        for index, value in enumerate(got):
-            if value != self._checksums[first + index][layer]:
-                self._good, self.wrong, count = first + index, self._hashes[first + index], index
-                break
+        for layer, rows in zip(piece.layers, piece.rows, strict=True):
+            self._check(layer, first, rows)
+        end = min(first + piece.rows[0].shape[0], self._good)
+        self._wait()
         for role in TIERS[:-1]:
-            some = [i for i in range(first, first + count) if self._places[i][0] == role]
+            some = [index for index in range(first, end) if self._places[index][0] == role]
             if some:
-                slots = [self._places[i][1] for i in some]
-                self._write(layer, role, slots, piece.rows[some[0] - first : some[-1] + 1 - first])
-        if layer == len(store.layers) - 1:
-            self._whole = first + count
+                self._write(role, piece, some)
+        if piece.layers[-1] == len(self._store.layers) - 1:
+            self._whole = end
         return True
+
+    def _check(self, layer: int, first: int, rows: torch.Tensor) -> None:
+        """Compare the checksums of one layer, and note the first block that is wrong."""
+        got = self._store.mover.checksummer.checksum_rows(rows[: self._good - first]).tolist()
+        for index, value in enumerate(got, start=first):
+            if value != self._checksums[index][layer]:
+                self._good, self.wrong = index, self._hashes[index]
+                return
 
     @property
     def whole(self) -> int:
@@ -125,6 +134,7 @@ class Restore:
     def finish(self) -> list[Block]:
         """The blocks that arrived whole, each with one reference; the other slots are free again. Call once."""
         self._populating.end()
+        self._wait()
         found: list[Block] = []
         for index, (role, slot) in enumerate(self._places):
             if index >= self.whole:
@@ -145,20 +155,29 @@ class Restore:
                 for _, start, length in self._store.tiers[role].runs(slots) if slots else ():
                     yield from self._store.tiers[role].run(layer, start, length) or ()
 
-    def _write(self, layer: int, role: str, slots: Sequence[int], rows: torch.Tensor) -> None:
-        store, spec = self._store, self._store.mover.planes[layer]
+    def _write(self, role: str, piece: Piece, indices: Sequence[int]) -> None:
+        """Place neighbouring blocks of a piece that go to one tier."""
+        store, tier = self._store, self._store.tiers[role]
+        slots = [self._places[index][1] for index in indices]
         if role == "hot":
             store.note_hot_use(slots)
 
         def write() -> None:
-            for first, start, length in store.tiers[role].runs(slots):
-                planes = store.tiers[role].run(layer, start, length)
-                if planes is not None:
-                    unpack_rows(spec, rows[first : first + length], planes)
+            for layer, all_rows in zip(piece.layers, piece.rows, strict=True):
+                rows = all_rows[indices[0] - piece.first :]
+                for first, start, length in tier.runs(slots):
+                    planes = tier.run(layer, start, length)
+                    if planes is not None:
+                        unpack_rows(store.mover.planes[layer], rows[first : first + length], planes)
 
-        store.device.up.submit(
-            write, writes=[(role, slot) for slot in slots], after=[store.device.record()], name="restore"
-        ).wait()
+        writes = [(role, slot) for slot in slots]
+        self._writes.append(store.device.up.submit(write, writes=writes, after=[store.device.record()], name="restore"))
+
+    def _wait(self) -> None:
+        """Until the piece before is written: its bytes may be overwritten, and its slots be read."""
+        for event in self._writes:
+            event.wait()
+        self._writes = []
 
 
 def _places(store: BlockStore, wanted: int) -> list[tuple[str, int]]:
