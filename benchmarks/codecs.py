@@ -151,10 +151,7 @@ def main() -> None:
     started = time.perf_counter()
     rows = ratio_rows() + speed_rows(3 if arguments.quick else 30)
     rows += quality_rows(512 if arguments.quick else 4096)
-    for row in rows:
-        print(f"{row.measure}: {row.value:.3g} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
-    if not arguments.quick:
-        print(harness.write("codecs", rows), f"{time.perf_counter() - started:.0f} s")
+    harness.conclude("codecs", rows, started=started, keep=not arguments.quick)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -282,10 +281,8 @@ def main() -> None:
     else:
         on_cpu = arguments.device == "cuda-code-on-cpu"
         rows = decode_cuda.run("cpu" if on_cpu else "cuda", quick=arguments.quick or on_cpu)
-    for row in rows:
-        print(f"{row.measure}: {row.value:.3g} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
-    if not arguments.quick and arguments.device != "cuda-code-on-cpu":
-        print(harness.write("decode", rows), f"{math.ceil(time.perf_counter() - started)} s")
+    keep = not arguments.quick and arguments.device != "cuda-code-on-cpu"
+    harness.conclude("decode", rows, started=started, keep=keep)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,12 @@ def answer(question: str, description: str | None, figures: Callable[[bool], tup
     started = time.perf_counter()
     with torch.no_grad():
         rows, charts = figures(quick)
+    conclude(question, rows, charts, started=started, keep=not quick)
+
+
+def conclude(question: str, rows: Sequence[Row], charts: Sequence[Chart] = (), *, started: float, keep: bool) -> None:
+    """Print what was measured since `started` (of `time.perf_counter`), and write it if it is to be kept."""
     for row in rows:
         print(f"{row.measure}: {number(row.value)} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
-    if not quick:
+    if keep:
         print(write(question, rows, charts=charts), f"{time.perf_counter() - started:.0f} s")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -386,10 +385,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     started = time.perf_counter()
     rows = figures(arguments.quick)
-    for row in rows:
-        print(f"{row.measure}: {row.value:.3g} {row.unit} (must {row.must or '-'}; reached: {row.reached})")
-    if not arguments.quick:
-        print(harness.write("transfer", rows), f"{math.ceil(time.perf_counter() - started)} s")
+    harness.conclude("transfer", rows, started=started, keep=not arguments.quick)
 
 
 if __name__ == "__main__":
