@@ -7,9 +7,7 @@ hot blocks are exact.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import time
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from transformers import DynamicCache
 
 from benchmarks import harness
 from benchmarks.harness import Row
+from benchmarks.plots import Chart
 from tieredkv.block import LayerGeometry
 from tieredkv.cli.demo_model import load
 from tieredkv.cli.demo_prompt import python_prose
@@ -142,16 +141,14 @@ def coding_times(codec: Codec, k: torch.Tensor, v: torch.Tensor, rounds: int) ->
     return harness.interleave(contestants, rounds=rounds)
 
 
+def figures(quick: bool) -> tuple[list[Row], list[Chart]]:
+    """Bytes, speed and quality of every codec."""
+    return ratio_rows() + speed_rows(3 if quick else 30) + quality_rows(512 if quick else 4096), []
+
+
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, for checking that it runs")
-    arguments = parser.parse_args()
-    torch.set_grad_enabled(False)
-    started = time.perf_counter()
-    rows = ratio_rows() + speed_rows(3 if arguments.quick else 30)
-    rows += quality_rows(512 if arguments.quick else 4096)
-    harness.conclude("codecs", rows, started=started, keep=not arguments.quick)
+    harness.answer("codecs", __doc__, figures)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ a move beyond its copy, and what decides who stays hot.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import tempfile
 import time
@@ -18,6 +17,7 @@ import torch
 from benchmarks import harness, shapes
 from benchmarks.decode import Attention, step_of, two_models
 from benchmarks.harness import Row
+from benchmarks.plots import Chart
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.block import Block
 from tieredkv.checksum import Checksummer
@@ -364,7 +364,7 @@ def placements(lengths: list[int], steps: int) -> list[Row]:
     return rows
 
 
-def figures(quick: bool) -> list[Row]:
+def figures(quick: bool) -> tuple[list[Row], list[Chart]]:
     """Every CPU figure of moving blocks."""
     rows: list[Row] = []
     for codec in ("raw", "int8"):
@@ -374,18 +374,12 @@ def figures(quick: bool) -> list[Row]:
     rows.append(verify_cost(2048 if quick else 8192, 2 if quick else 10))
     rows += move_cost(2 if quick else 20)
     rows += placements([300, 1024] if quick else [300, 1500, 6000], 10 if quick else 150)
-    return rows
+    return rows, []
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, for checking that it runs")
-    arguments = parser.parse_args()
-    torch.set_grad_enabled(False)
-    started = time.perf_counter()
-    rows = figures(arguments.quick)
-    harness.conclude("transfer", rows, started=started, keep=not arguments.quick)
+    harness.answer("transfer", __doc__, figures)
 
 
 if __name__ == "__main__":

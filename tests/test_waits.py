@@ -82,10 +82,9 @@ class Rows:
     rows: tuple[torch.Tensor, ...]
 
 
-def published_and_back(cache: tieredkv.TieredCache) -> None:
-    """Blocks leave as bytes, and come back into slots that attention has only just read."""
-    cache.reset()
-    forward(cache, 40)
+def exported(cache: tieredkv.TieredCache, tokens: int) -> tuple[BlockStore, list[tuple[int, ...]], list[torch.Tensor]]:
+    """The store; of the blocks that so many tokens seal the checksums, and for each layer the rows, [n, bytes]."""
+    forward(cache, tokens)
     cache.crop(-1)  # ends the forward, and seals
     forward(cache, 1)
     store, holder = store_of(cache), cache.parts().holder
@@ -95,14 +94,21 @@ def published_and_back(cache: tieredkv.TieredCache) -> None:
         export = Export(store, blocks)
         sums = [export.checksums(index) for index in range(len(blocks))]
         layers = [torch.stack([export.rows(i, layer) for i in range(len(blocks))]) for layer in range(2)]
+    return store, sums, layers
+
+
+def published_and_back(cache: tieredkv.TieredCache) -> None:
+    """Blocks leave as bytes, and come back into slots that attention has only just read."""
+    cache.reset()
+    store, sums, layers = exported(cache, 40)
     forward(cache, 1)
     cache.reset()
     with store.lock:
-        coming = Restore(store, [str(index) for index in range(len(blocks))], sums)
+        coming = Restore(store, [str(index) for index in range(len(sums))], sums)
         for layer, rows in enumerate(layers):
             coming.take(Rows(range(layer, layer + 1), 0, (rows,)))
         found = coming.finish()
-        assert len(found) == len(blocks) and any(block.hot is not None for block in found)
+        assert len(found) == len(sums) and any(block.hot is not None for block in found)
         reads = [("hot", block.hot) for block in found if block.hot is not None]
         store.device.run(lambda: None, reads=reads, name="attend what came back")
         for block in found:
@@ -234,20 +240,12 @@ def restored_through_two_rooms(device: SimulatedAccelerator) -> bool:
     config = config_of("llama")
     config._attn_implementation = "tieredkv"
     with tieredkv.TieredCache(config, hot="256 tokens", warm=0, block_size=BLOCK, window=16, device=device) as cache:
-        forward(cache, 100)
-        cache.crop(-1)
-        forward(cache, 1)
-        store, holder = store_of(cache), cache.parts().holder
-        assert holder is not None
-        with store.lock:
-            blocks = [block for block in holder.table.blocks() if block.sealed]
-            export = Export(store, blocks)
-            sums = [export.checksums(index) for index in range(len(blocks))]
-            wanted = [(i, layer, export.rows(i, layer)) for i in range(len(blocks)) for layer in range(2)]
+        store, sums, layers = exported(cache, 100)
+        wanted = [(index, layer, layers[layer][index]) for index in range(len(sums)) for layer in range(2)]
         cache.reset()
         rooms = [torch.empty_like(wanted[0][2]).unsqueeze(0) for _ in "ab"]
         with store.lock:
-            coming = Restore(store, [str(index) for index in range(len(blocks))], sums)
+            coming = Restore(store, [str(index) for index in range(len(sums))], sums)
             for number, (index, layer, row) in enumerate(wanted):
                 rooms[number % 2].copy_(row)
                 assert coming.take(Rows(range(layer, layer + 1), index, (rooms[number % 2],)))

@@ -207,22 +207,25 @@ class KVStore:
             raise _not_of_this_store()
         if seen is None or store is None or holder is None or kept is None or not holder.table.rows:
             return 0
-        if seen.seed != self._seed(seen.salt):
-            logger.warning("tieredkv: not published: the model's weights or adapters changed since the cache was made")
-            return 0
-        ids = _agreed(seen.known(), output_ids, len(holder.table))
-        new = 0
-        with store.lock:
-            planner.settle(store, holder)
-            tokens = min(ids.shape[1], holder.tokens)
-            if holder.exact_tokens is not None:
-                tokens = min(tokens, holder.exact_tokens)
-            for row, blocks in zip(ids, holder.table, strict=True):
-                hashes = prefix.chain(row[:tokens], store.block_size, seen.seed)
-                new += kept.add(hashes, blocks[: len(hashes)])
-                if durable:
-                    found = blocks[: len(hashes)]
-                    self._published.publish(store, self._fingerprint.current(), seen.salt, hashes, found)
+        with self.same_model():
+            if seen.seed != self._seed(seen.salt):
+                logger.warning(
+                    "tieredkv: not published: the model's weights or adapters changed since the cache was made"
+                )
+                return 0
+            ids = _agreed(seen.known(), output_ids, len(holder.table))
+            new = 0
+            with store.lock:
+                planner.settle(store, holder)
+                tokens = min(ids.shape[1], holder.tokens)
+                if holder.exact_tokens is not None:
+                    tokens = min(tokens, holder.exact_tokens)
+                for row, blocks in zip(ids, holder.table, strict=True):
+                    hashes = prefix.chain(row[:tokens], store.block_size, seen.seed)
+                    new += kept.add(hashes, blocks[: len(hashes)])
+                    if durable:
+                        found = blocks[: len(hashes)]
+                        self._published.publish(store, self._fingerprint.current(), seen.salt, hashes, found)
         return new
 
     def same_model(self) -> contextlib.AbstractContextManager[None]:

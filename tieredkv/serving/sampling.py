@@ -107,7 +107,7 @@ class Sampler:
         """ "stop" or "length" when these ids, of which `token` is the newest, are the last ones; else None."""
         if token in self._ends:
             return "stop"
-        if self._criteria and any(bool(criterion(ids.unsqueeze(0), None).any()) for criterion in self._criteria):
+        if any(bool(criterion(ids.unsqueeze(0), None).any()) for criterion in self._criteria):
             return "stop"
         return "length" if len(ids) - self._prompt_tokens >= self.most_tokens else None
 
