@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks import decode_cuda, harness, shapes, shapes_of_load
 from benchmarks.harness import Row
 from tieredkv import CacheSettings, TieredCache
-from tieredkv.attention.native import DecodePlan, NativeKernels
+from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens
 from tieredkv.hf import seam
 
 BLOCK = 128
@@ -100,11 +100,19 @@ def attention_alone(
 
         store, table = ours.parts().store, ours.parts().holder.table
         native = NativeKernels()
-        native.serves(q, kv_heads, dim, dim)
+        native.serves(q, dim, dim)
 
         def kernels() -> None:
-            stretch = [[(0, table.rows[0][0].hot * BLOCK, table.rows[0][-1].tokens + (len(table.rows[0]) - 1) * BLOCK)]]
-            plan = DecodePlan(stretch, kv_heads=kv_heads, threads=torch.get_num_threads(), fresh=0)
+            blocks = table.rows[0]
+            keys = (0, blocks[0].hot * BLOCK, blocks[-1].tokens + (len(blocks) - 1) * BLOCK)
+            plan = NativePlan(
+                [NewTokens(0, 0, 1, [keys])],
+                new=1,
+                kv_heads=kv_heads,
+                group=heads // kv_heads,
+                threads=torch.get_num_threads(),
+                causal=False,
+            )
             for layer in range(layers):
                 k_flat, v_flat = store.flat_pools(layer)
                 native.attend(q, [(k_flat, v_flat)], plan, scale=dim**-0.5)

@@ -16,7 +16,7 @@ from benchmarks import harness, shapes
 from benchmarks.harness import Row
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow
-from tieredkv.attention.native import DecodePlan, NativeKernels
+from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens
 
 BLOCK = 128
 HEADS, KV_HEADS, DIM = 9, 3, 64
@@ -45,15 +45,22 @@ def ragged(rounds: int) -> Row:
     pools = [[torch.randn(KV_HEADS, slots * BLOCK, DIM) for _ in range(2)] for _ in range(LAYERS)]
     q = torch.randn(16, HEADS, 1, DIM)
     native = NativeKernels()
-    if not native.serves(q, KV_HEADS, DIM, DIM):
+    if not native.serves(q, DIM, DIM):
         return Row("ragged rows over equal rows, GB/s of live K/V: no C++ compiler", 0.0, "", ">= 0.6", None)
 
-    def run(plan: DecodePlan) -> None:
+    def run(plan: NativePlan) -> None:
         for k, v in pools:
             native.attend(q, [(k, v)], plan, scale=DIM**-0.5)
 
     plans = {
-        name: DecodePlan(scattered(some, slots, 1), kv_heads=KV_HEADS, threads=torch.get_num_threads(), fresh=0)
+        name: NativePlan(
+            [NewTokens(row, 0, 1, each) for row, each in enumerate(scattered(some, slots, 1))],
+            new=1,
+            kv_heads=KV_HEADS,
+            group=HEADS // KV_HEADS,
+            threads=torch.get_num_threads(),
+            causal=False,
+        )
         for name, some in (("ragged", lengths), ("equal", equal))
     }
     times = harness.interleave({name: lambda p=plan: run(p) for name, plan in plans.items()}, rounds=rounds, inner=10)

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 from benchmarks import harness, shapes
 from benchmarks.harness import Row
@@ -92,15 +92,16 @@ def measured_rows(tokens: int, windows: tuple[int, ...], rounds: int) -> tuple[l
     token = ids[:, :1]
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {}
-    with TieredCache(model.config, hot=f"{tokens + 2048} tokens", warm=0) as everything:
-        model(ids, cache=everything, logits_to_keep=1)
+    prompt = DynamicCache(config=model.config)  # computed once: every cache begins with the same K and V
+    model(ids, cache=prompt, logits_to_keep=1)
+    with TieredCache.from_dynamic(prompt, model, hot=f"{tokens + 2048} tokens", warm=0) as everything:
         for in_place in (True, False):
             way = "read in place" if in_place else "copied at each step"
             for window in windows:
                 settings = CacheSettings(read_in_place=in_place)
                 hot, warm = f"{window + BEYOND} tokens", f"{tokens + 2048} tokens"
-                with TieredCache(model.config, hot=hot, warm=warm, window=window, settings=settings) as part:
-                    model(ids, cache=part, logits_to_keep=1)
+                tiers: dict[str, Any] = {"hot": hot, "warm": warm, "window": window, "settings": settings}
+                with TieredCache.from_dynamic(prompt, model, **tiers) as part:
                     slowdown, detail = against(model, token, everything, part, rounds)
                     everything.crop(tokens - everything.get_seq_length())
                 title = f"SmolLM2, {tokens:,} tokens, window {window:,}, rest warm, {way}"

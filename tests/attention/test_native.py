@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tieredkv import compiler
 from tieredkv.attention.lse import merge
-from tieredkv.attention.native import DecodePlan, NativeKernels
+from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens
 from tieredkv.compiler import Compiler
 from tieredkv.errors import MismatchError
 from tieredkv.reference import attend
@@ -25,6 +25,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
     return NativeKernels(Compiler(tmp_path_factory.mktemp("kernels")))
+
+
+def plan_of(
+    rows: list[list[tuple[int, int, int]]],
+    *,
+    new: int,
+    kv_heads: int,
+    group: int,
+    threads: int = 2,
+    causal: bool = True,
+) -> NativePlan:
+    """A plan in which every row has as many new tokens."""
+    tokens = [NewTokens(row, 0, new, stretches) for row, stretches in enumerate(rows)]
+    return NativePlan(tokens, new=new, kv_heads=kv_heads, group=group, threads=threads, causal=causal)
 
 
 def _mask(rows: list[list[tuple[int, int, int]]], new: int, fresh: int) -> list[torch.Tensor | None]:
@@ -42,7 +56,7 @@ def _mask(rows: list[list[tuple[int, int, int]]], new: int, fresh: int) -> list[
     dtype=st.sampled_from(DTYPES),
     dims=st.sampled_from([(64, 64), (32, 80)]),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4)]),
-    new=st.sampled_from([1, 1, 1, 2, 5]),
+    new=st.sampled_from([1, 1, 1, 2, 5, 22, 65, 150]),
     fresh=st.booleans(),
     threads=st.integers(1, 3),
     spread=st.sampled_from([1.0, 40.0]),
@@ -72,8 +86,9 @@ def test_any_stretches_of_any_rows(
             for pool, dim in zip(pools[number], dims, strict=True):
                 pool[:, offset : offset + tokens] = torch.randn(heads[1], tokens, dim).to(dtype)
     q = (spread * torch.randn(len(rows), new, heads[0], dims[0])).to(dtype).transpose(1, 2)
-    assert kernels.serves(q, heads[1], *dims)
-    plan = DecodePlan(rows, kv_heads=heads[1], threads=threads, fresh=new if fresh else 0)
+    assert kernels.serves(q, *dims)
+    group = heads[0] // heads[1]
+    plan = plan_of(rows, new=new, kv_heads=heads[1], group=group, threads=threads, causal=fresh)
     out, lse = kernels.attend(q, pools, plan, scale=0.2)
     blocks = [
         [tuple(pool[:, a : a + n].double() for pool in pools[p]) for p, a, n in row]
@@ -90,7 +105,7 @@ def test_any_stretches_of_any_rows(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_against_sdpa(kernels: NativeKernels, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, heads, tokens, 128).to(dtype) for heads, tokens in ((8, 1), (2, 2500), (2, 2500)))
-    plan = DecodePlan([[(0, 0, 1300), (0, 1300, 1200)]], kv_heads=2, threads=2, fresh=1)
+    plan = plan_of([[(0, 0, 1300), (0, 1300, 1200)]], new=1, kv_heads=2, group=4)
     out = merge([kernels.attend(q, [(k[0], v[0])], plan, scale=0.1)], sinks=None, dtype=dtype)
     exact = attend(q.double(), [[(k[0].double(), v[0].double())]], scale=0.1)[0]
     stock = scaled_dot_product_attention(q, k, v, scale=0.1, enable_gqa=True)
@@ -99,7 +114,7 @@ def test_error_against_sdpa(kernels: NativeKernels, dtype: torch.dtype) -> None:
 
 def test_the_same_bits_whatever_thread_comes_first(kernels: NativeKernels) -> None:
     q, pool = torch.randn(3, 6, 1, 64), torch.randn(2, POOL, 64)
-    plan = DecodePlan([[(0, 0, 2900)], [(0, 5, 700)], [(0, 100, 64)]], kv_heads=2, threads=2, fresh=1)
+    plan = plan_of([[(0, 0, 2900)], [(0, 5, 700)], [(0, 100, 64)]], new=1, kv_heads=2, group=3)
     first = kernels.attend(q, [(pool, pool)], plan, scale=0.2)
     for _ in range(20):
         again = kernels.attend(q, [(pool, pool)], plan, scale=0.2)
@@ -108,10 +123,10 @@ def test_the_same_bits_whatever_thread_comes_first(kernels: NativeKernels) -> No
 
 
 def test_one_plan_serves_layers_of_unlike_dims_and_heads_with_any_stride(kernels: NativeKernels) -> None:
-    plan = DecodePlan([[(0, 3, 200), (0, 900, 31)]], kv_heads=2, threads=2, fresh=1)
+    plan = plan_of([[(0, 3, 200), (0, 900, 31)]], new=1, kv_heads=2, group=2)
     for dim in (64, 128):
         q, pool = torch.randn(1, 4, 1, dim), torch.randn(2, 1, POOL + 77, dim)[:, 0, 77:]
-        assert kernels.serves(q, 2, dim, dim)
+        assert kernels.serves(q, dim, dim)
         block = (
             (pool[:, 3:203].double(), pool[:, 3:203].double()),
             (pool[:, 900:931].double(), pool[:, 900:931].double()),
@@ -129,9 +144,9 @@ def test_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags
     monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *flags))
     kernels = NativeKernels(Compiler(tmp_path))
     q, pool = torch.randn(2, 4, 3, 32).to(torch.bfloat16), torch.randn(2, POOL, 32).to(torch.bfloat16)
-    assert kernels.serves(q, 2, 32, 32), kernels.reason
+    assert kernels.serves(q, 32, 32), kernels.reason
     rows = [[(0, 0, 1000), (0, 1500, 13)], [(0, 40, 7)]]
-    plan = DecodePlan(rows, kv_heads=2, threads=1 if "openmp" in flags[0] else 2, fresh=3)
+    plan = plan_of(rows, new=3, kv_heads=2, group=2, threads=1 if "openmp" in flags[0] else 2)
     out = kernels.attend(q, [(pool, pool)], plan, scale=0.2).out
     blocks = [[(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for _, a, n in row] for row in rows]
     exact = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, 3, 3))[0]
@@ -139,14 +154,38 @@ def test_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags
 
 
 def test_work_is_cut_for_all_threads_and_no_finer() -> None:
-    assert DecodePlan([[(0, 0, 8192)]], kv_heads=3, threads=2, fresh=1).units == 16
-    assert DecodePlan([[(0, 0, 1024)]], kv_heads=3, threads=2, fresh=1).units == 3
-    assert DecodePlan([[(0, 0, 200)]], kv_heads=8, threads=2, fresh=1).units == 1
-    assert (
-        DecodePlan([[(0, 0, 16), (0, 32, 16), (0, 64, 16)], [], [(0, 0, 100)]], kv_heads=1, threads=8, fresh=1).units
-        == 3
-    )
-    assert DecodePlan([[]], kv_heads=2, threads=2, fresh=1).units == 0
+    assert plan_of([[(0, 0, 8192)]], new=1, kv_heads=3, group=3).units == 16
+    assert plan_of([[(0, 0, 1024)]], new=1, kv_heads=3, group=3).units == 3
+    assert plan_of([[(0, 0, 200)]], new=1, kv_heads=8, group=4).units == 1
+    three = [[(0, 0, 16), (0, 32, 16), (0, 64, 16)], [], [(0, 0, 100)]]
+    assert plan_of(three, new=1, kv_heads=1, group=1, threads=8).units == 3
+    assert plan_of([[]], new=1, kv_heads=2, group=1).units == 0
+    prefill = plan_of([[(0, 0, 4096)]], new=1024, kv_heads=3, group=3)
+    assert prefill.groups == 49
+    assert 64 <= prefill.units <= 64 + prefill.groups  # keys are cut for balance, and no more than that
+
+
+def test_new_tokens_of_several_plans_in_one_row(kernels: NativeKernels) -> None:
+    """Pieces of prompts and single tokens side by side, each with keys of its own, in any order and strides."""
+    pool = torch.randn(2, POOL, 32)
+    pieces = [
+        NewTokens(0, 40, 1, [(0, 7, 500)]),
+        NewTokens(0, 0, 40, [(0, 1000, 300), (0, 1500, 40)]),
+        NewTokens(0, 41, 1, []),
+        NewTokens(0, 42, 3, [(0, 2000, 3)]),
+    ]
+    q = torch.randn(1, 45, 6, 32).transpose(1, 2)
+    plan = NativePlan(pieces, new=45, kv_heads=2, group=3, threads=2, causal=True)
+    assert kernels.serves(q, 32, 32)
+    out, lse = kernels.attend(q, [(pool, pool)], plan, scale=0.2)
+    assert out.transpose(1, 2).is_contiguous()
+    for _, first, tokens, stretches in pieces:
+        keys = [(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for _, a, n in stretches]
+        blocks = [keys or [(pool[:, :0].double(), pool[:, :0].double())]]
+        mine = q[:, :, first : first + tokens].double()
+        exact_out, exact_lse = attend(mine, blocks, scale=0.2, mask=_mask([list(stretches)], tokens, 1))
+        torch.testing.assert_close(out[:, :, first : first + tokens].double(), exact_out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[:, :, first : first + tokens].double(), exact_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_without_a_compiler_the_reason_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,24 +193,23 @@ def test_without_a_compiler_the_reason_is_kept(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", "")
     kernels = NativeKernels(Compiler(tmp_path))
     q, pool = torch.zeros(1, 2, 1, 16), torch.zeros(1, 9, 16)
-    assert not kernels.serves(q, 1, 16, 16)
+    assert not kernels.serves(q, 16, 16)
     assert kernels.reason is not None and "no C++ compiler" in kernels.reason
     with pytest.raises(MismatchError):
-        kernels.attend(q, [(pool, pool)], DecodePlan([[(0, 0, 9)]], kv_heads=1, threads=1, fresh=1), scale=1.0)
+        kernels.attend(q, [(pool, pool)], plan_of([[(0, 0, 9)]], new=1, kv_heads=1, group=2), scale=1.0)
 
 
 def test_what_it_does_not_serve(kernels: NativeKernels) -> None:
-    assert not kernels.serves(torch.zeros(1, 2, 1, 24), 1, 24, 16)
-    assert not kernels.serves(torch.zeros(1, 2, 1, 16, dtype=torch.float64), 1, 16, 16)
-    assert not kernels.serves(torch.zeros(1, 8, 9, 16), 1, 16, 16)
-    assert not kernels.serves(torch.zeros(1, 2, 1, 16, device="meta"), 1, 16, 16)
+    assert not kernels.serves(torch.zeros(1, 2, 1, 24), 24, 16)
+    assert not kernels.serves(torch.zeros(1, 2, 1, 16, dtype=torch.float64), 16, 16)
+    assert not kernels.serves(torch.zeros(1, 2, 1, 16, device="meta"), 16, 16)
 
 
 def test_a_plan_of_another_forward_is_refused(kernels: NativeKernels) -> None:
     pool = torch.zeros(2, 9, 64)
-    plan = DecodePlan([[(0, 0, 9)]], kv_heads=2, threads=1, fresh=1)
-    for q in (torch.zeros(2, 4, 1, 64), torch.zeros(1, 4, 2, 64)):
-        assert kernels.serves(q, 2, 64, 64)
+    plan = plan_of([[(0, 0, 9)]], new=1, kv_heads=2, group=2)
+    for q in (torch.zeros(2, 4, 1, 64), torch.zeros(1, 4, 2, 64), torch.zeros(1, 6, 1, 64)):
+        assert kernels.serves(q, 64, 64)
         with pytest.raises(MismatchError):
             kernels.attend(q, [(pool, pool)], plan, scale=1.0)
     with pytest.raises(MismatchError):

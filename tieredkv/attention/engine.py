@@ -14,45 +14,20 @@ from collections.abc import Sequence
 
 import torch
 
+from tieredkv.attention.call import LayerCall
 from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket
 from tieredkv.attention.lse import Partial, merge, nothing_seen
-from tieredkv.attention.masks import MaskSpec, TensorMask
-from tieredkv.attention.native import DecodePlan, NativeKernels
+from tieredkv.attention.over_pools import Placed, PoolAttention
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.attention.windowed import Pieces, WindowedMask, windowed
 from tieredkv.device import Region
-from tieredkv.plan import Chunk, ForwardPlan, Run
+from tieredkv.plan import ForwardPlan, Run
 from tieredkv.store import BlockStore
 
 FLEX_LEAST_TOKENS = 4096
 """Below so many keys over all rows, a compiled kernel saves less than it costs to have."""
 FLEX_LEAST_RUNS = 5
 """Up to so many runs, the flash op over each run is faster on a CPU than one flex call over all."""
-
-
-@dataclasses.dataclass(slots=True)  # not frozen: made once a layer, and that takes three times as long
-class LayerCall:
-    """What the attention function was given for one layer.
-
-    Args:
-        layer: tiered layer.
-        query: [rows, heads, new, k_dim].
-        key: the new keys, [rows, kv_heads, new, k_dim].
-        value: the new values, [rows, kv_heads, new, v_dim].
-        scale: factor on the scores.
-        softcap: scores become `softcap * tanh(scores / softcap)`, or None.
-        sinks: one more logit for each head, [heads], or None.
-        mask: None for causal, else what the mask function made; the engine adds what a plan hides.
-    """
-
-    layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
-    mask: MaskSpec | TensorMask | WindowedMask | None
 
 
 class Engine:
@@ -67,9 +42,7 @@ class Engine:
         self._store, self._kernels = store, kernels
         self._tiles: dict[tuple[int, torch.device], FlexTiles] = {}
         self._tiles_of: tuple[int, int] | None = None
-        self._native = NativeKernels()
-        self._plans_of: ForwardPlan | None = None
-        self._plans: dict[tuple[int, str | int], DecodePlan] = {}
+        self._native = PoolAttention(store)
         self._simulated = store.device.kind == "simulated"
 
     @property
@@ -85,9 +58,10 @@ class Engine:
         """
         if plan.visibility is not None and not isinstance(call.mask, WindowedMask):
             call = dataclasses.replace(call, mask=WindowedMask(call.mask, plan.visibility, plan.past, plan.new))
-        starts = _starts(call.mask, plan.rows)
-        if starts is not None and self._wants_native(plan, call):
-            return merge(self._natively(plan, call, starts), sinks=call.sinks, dtype=call.query.dtype)
+        starts = call.starts(plan.rows)
+        if starts is not None and self._native.serves(call):
+            partials = self._native.partials(plan, call, starts)
+            return merge(partials, sinks=call.sinks, dtype=call.query.dtype)
         if starts is not None and self._wants_flex(plan, call):
             return self._flex(plan, call, starts)
         by_row: list[list[Partial]] = [[] for _ in range(plan.rows)]
@@ -102,6 +76,28 @@ class Engine:
             return self._with_new(plan, call, starts, by_row)
         return self._merged(call, by_row)
 
+    def attend_parts(self, forward: ForwardPlan, parts: Sequence[Placed], call: LayerCall) -> torch.Tensor:
+        """Attention output [1, heads, tokens, v_dim] of several plans' new tokens, which are causal in each.
+
+        Args:
+            forward: the plan of the whole forward, of one row.
+            parts: its plans, in the order of their tokens.
+            call: the layer's, of one row; its mask is not looked at.
+
+        Raises:
+            ChecksumError, ColdTierError: a streamed block cannot be had.
+        """
+        in_place = not forward.chunks and all(plan.visibility is None for plan, _ in parts)
+        if in_place and self._native.serves(call):
+            partial = self._native.in_place(forward, parts, call, [0] * sum(plan.rows for plan, _ in parts))
+            return merge([partial], sinks=call.sinks, dtype=call.query.dtype)
+        outputs = []
+        for part in parts:
+            q, k, v = (part.rows_of(tensor) for tensor in (call.query, call.key, call.value))
+            out = self.attend(part.plan, dataclasses.replace(call, query=q, key=k, value=v, mask=None))
+            outputs.append(out.transpose(0, 2) if part.plan.rows > 1 else out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
     @staticmethod
     def _merged(call: LayerCall, parts: list[list[Partial]]) -> torch.Tensor:
         for index, row in enumerate(parts):
@@ -109,80 +105,6 @@ class Engine:
                 row.append(nothing_seen(call.query[index : index + 1], call.value.shape[3]))
         rows = [merge(row, sinks=call.sinks, dtype=call.query.dtype) for row in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    # ---- one native call over the pools
-
-    def _wants_native(self, plan: ForwardPlan, call: LayerCall) -> bool:
-        """Whether the native kernel serves the step: settings, shapes and the machine decide."""
-        if plan.new != 1 or call.softcap is not None or self._store.settings.kernel not in ("auto", "native"):
-            return False
-        return self._native.serves(call.query, call.key.shape[1], call.key.shape[3], call.value.shape[3])
-
-    def _natively(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
-        """Partials of all rows: one over what is hot or is attended in warm, and one over each chunk."""
-        store = self._store
-        if not plan.warm_runs and not plan.chunks and not self._simulated and plan.hot_runs:
-            keys = self._planned(plan, call, "pools") or self._native_plan(
-                plan, call, "pools", [(0, run) for run in plan.hot_runs], starts
-            )
-            return [self._native.attend(call.query, [store.flat_pools(call.layer)], keys, scale=call.scale)]
-        runs: list[tuple[int, Run | Chunk]] = [(0, run) for run in plan.hot_runs]
-        pools = [store.flat_pools(call.layer)]
-        if plan.warm_runs and store.warm is not None:
-            warm = store.warm.run(call.layer, 0, store.warm.slots.total)
-            if warm is not None:
-                pools.append((warm[0], warm[1]))
-                runs += [(1, run) for run in plan.warm_runs]
-        partials = []
-        if runs:
-            keys = self._native_plan(plan, call, "pools", runs, starts)
-            work = functools.partial(self._native.attend, call.query, pools, keys, scale=call.scale)
-            if self._simulated:
-                roles: list[tuple[str, Run]] = [("hot", r) for r in plan.hot_runs] + [
-                    ("warm", r) for r in plan.warm_runs
-                ]
-                reads: list[Region] = [(role, getattr(b, role)) for role, run in roles for b in run.blocks]
-                partials.append(store.device.run(work, reads=reads, name="attend pools"))
-            else:
-                partials.append(work())
-        ring, layers, announced = store.prefetcher, range(len(store.layers)), plan.ring or plan.chunks
-        for index, chunk in enumerate(plan.chunks):
-            with ring.chunk(layers, announced, call.layer, plan.ring_first + index) as (k, v, buffer):
-                keys = self._native_plan(plan, call, index, [(0, chunk)], starts)
-                work = functools.partial(self._native.attend, call.query, [(k, v)], keys, scale=call.scale)
-                partials.append(store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
-        return partials
-
-    def _planned(self, plan: ForwardPlan, call: LayerCall, place: str | int) -> DecodePlan | None:
-        """The stretches that an earlier layer with as many KV heads has made."""
-        if self._plans_of is not plan:
-            self._plans_of, self._plans = plan, {}
-        return self._plans.get((call.key.shape[1], place))
-
-    def _native_plan(
-        self,
-        plan: ForwardPlan,
-        call: LayerCall,
-        place: str | int,
-        pieces: Sequence[tuple[int, Run | Chunk]],
-        starts: Sequence[int],
-    ) -> DecodePlan:
-        """Each row's stretches, made once per forward, for every layer with as many KV heads."""
-        kv_heads = call.key.shape[1]
-        found = self._planned(plan, call, place)
-        if found is None:
-            rows: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.rows)]
-            for pool, piece in pieces:
-                start = piece.start if isinstance(piece, Run) else 0
-                for row in piece.rows:
-                    skip = max(starts[row] - piece.position, 0)
-                    if skip < piece.tokens:
-                        rows[row].append((pool, start + skip, piece.tokens - skip))
-            # While blocks are on their way a core is theirs: two threads on one core wait for each other.
-            threads = max(torch.get_num_threads() - bool(plan.chunks), 1)
-            found = DecodePlan(rows, kv_heads=kv_heads, threads=threads, fresh=0)
-            self._plans[(kv_heads, place)] = found
-        return found
 
     # ---- one compiled call over the pool
 
@@ -312,15 +234,6 @@ class Engine:
             ]
         rows = [merge([*row, new], sinks=call.sinks, dtype=q.dtype) for row, new in zip(parts, news, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _starts(mask: MaskSpec | TensorMask | WindowedMask | None, rows: int) -> list[int] | None:
-    """For each row the first token that is seen, where the mask is causal and padding is on the left; else None."""
-    if mask is None:
-        return [0] * rows
-    if not isinstance(mask, MaskSpec) or not mask.is_causal:
-        return None
-    return mask.row_starts()
 
 
 def _add_slice(

@@ -1,9 +1,9 @@
-"""The C++ of the native decode kernel, compiled by `native` for one dtype and one pair of dims.
+"""The C++ of the native kernel, compiled by `native` for one dtype and one pair of dims.
 
-One call attends the few new tokens of every row over all stretches of its keys: work items are (unit, KV head), a
-unit being some of one row's stretches; each item leaves (max, sum, weighted values), and the last item of a row and
-head merges them in order, so results do not depend on which thread came when. K and V are read once, in fp32
-arithmetic, for all queries of a KV head. Portable vector extensions, no headers of torch.
+One call attends every row's new tokens, in groups of a few, over all stretches of their keys: work items are (unit, KV
+head), a unit being some of one group's stretches; each item leaves (max, sum, weighted values), and the last item of a
+group and head merges them in order, so results do not depend on which thread came when. K and V are read once, in fp32
+arithmetic, for all queries of a group and KV head. Portable vector extensions, no headers of torch.
 
 Imports: nothing.
 """
@@ -178,7 +178,7 @@ static void fold_chunk(const float* q, int queries, const scalar* k, const scala
   all_scores(q, queries, k, n, s);
   for (int i = 0; i < queries; i++) {
     float* row = s + i * CHUNK;
-    // Of `fresh` causal new tokens, query i is number i % fresh; `behind` tokens of the row come after the chunk.
+    // Of `fresh` causal new tokens, query i is number i % fresh; `behind` keys of the group come after the chunk.
     const int64_t seen = n + behind - (fresh ? fresh - 1 - i % fresh : 0);
     const int64_t first_hidden = seen < 0 ? 0 : seen < n ? seen : n;
     for (int64_t t = first_hidden; t < (n + LANES - 1) / LANES * LANES; t++) row[t] = NOTHING;
@@ -207,69 +207,96 @@ static void fold_chunk(const float* q, int queries, const scalar* k, const scala
   add_values(s, queries, v, n, acc);
 }
 
-// Merge the items of one row and KV head, in order; none gives 0 and -inf.
-static void merge_items(const float* items, int64_t first, int64_t last, int kv_heads, int queries, float* out,
-                        float* lse) {
-  const int64_t size = (int64_t)queries * (2 + V_DIM);
-  for (int i = 0; i < queries; i++) {
+// Where a call's numbers lie, in the order in which `native` writes them.
+struct Plan {
+  int64_t groups, units, most_queries, new_tokens;
+  const int64_t *group_units;     // [groups + 1] first unit of each group
+  const int64_t *unit_stretches;  // [units + 1] first stretch of each unit
+  const int64_t *unit_groups;     // [units]
+  const int64_t *keys;            // [groups] keys that a group's last token sees
+  const int64_t *row, *first, *tokens;  // [groups] its new tokens: row of q, the first of them, how many
+  const int64_t *stretches;       // [stretches][4] pool, offset in it, tokens, keys of the group before it
+
+  explicit Plan(const int64_t* from) {
+    groups = from[0], units = from[1], most_queries = from[2], new_tokens = from[3];
+    group_units = from + 4;
+    unit_stretches = group_units + groups + 1;
+    unit_groups = unit_stretches + units + 1;
+    keys = unit_groups + units;
+    row = keys + groups, first = row + groups, tokens = first + groups;
+    stretches = tokens + groups;
+  }
+};
+
+// Merge the items of one group and KV head, in order; none gives 0 and -inf. Query i is head i / tokens of the KV
+// head's, token i % tokens of the group's; out is [rows, new, heads, V_DIM], lse [rows, heads, new].
+static void merge_items(const Plan& plan, int64_t g, int64_t h, int64_t kv_heads, int64_t group, const float* items,
+                        float* out, float* lse) {
+  const int64_t size = plan.most_queries * (2 + V_DIM), heads = kv_heads * group, tokens = plan.tokens[g];
+  const int64_t queries = group * tokens, first = plan.group_units[g], last = plan.group_units[g + 1];
+  for (int64_t i = 0; i < queries; i++) {
+    const int64_t head = h * group + i / tokens, token = plan.first[g] + i % tokens;
     float top = NOTHING, total = 0;
-    float* to = out + i * V_DIM;
+    float* to = out + ((plan.row[g] * plan.new_tokens + token) * heads + head) * V_DIM;
     memset(to, 0, V_DIM * sizeof(float));
-    for (int64_t u = first; u < last; u++) top = std::fmax(top, items[u * kv_heads * size + i]);
+    for (int64_t u = first; u < last; u++) top = std::fmax(top, items[(u * kv_heads + h) * size + i]);
     for (int64_t u = first; u < last && top != NOTHING; u++) {
-      const float* item = items + u * kv_heads * size;
+      const float* item = items + (u * kv_heads + h) * size;
       const float weight = std::exp(item[i] - top);
       total += weight * item[queries + i];
       for (int d = 0; d < V_DIM; d++) to[d] += weight * item[2 * queries + i * V_DIM + d];
     }
     const float scale = total > 0 || total != total ? 1 / total : 0;
     for (int d = 0; d < V_DIM; d++) to[d] *= scale;
-    lse[i] = top + std::log(total);
+    lse[(plan.row[g] * heads + head) * plan.new_tokens + token] = top + std::log(total);
   }
 }
 
-// plan: rows, units, then [rows + 1] first unit of each row, [units + 1] first stretch of each unit,
-// [units] row of each unit, [rows] tokens of each row, [stretches][4] pool, offset in it, tokens, tokens before it.
-// pools: for each, addresses of K and V and their strides from head to head.
-// scratch: rows * kv_heads counters, then the items, then for each thread queries and scores.
-extern "C" void tieredkv_decode(const scalar* q, const int64_t* pools, float* out, float* lse, float* scratch,
-                                const int64_t* plan, int64_t kv_heads, int64_t queries, int64_t fresh, float scale,
+// places: strides of q from row to row, from head to head, from token to token; then for each pool the addresses of K
+// and V and their strides from head to head. numbers: see Plan.
+// scratch: groups * kv_heads counters, then the items, then for each thread queries and scores.
+extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* out, float* lse, float* scratch,
+                                const int64_t* numbers, int64_t kv_heads, int64_t group, int64_t causal, float scale,
                                 int64_t threads) {
-  const int64_t rows = plan[0], units = plan[1];
-  const int64_t *row_units = plan + 2, *unit_stretches = row_units + rows + 1, *unit_rows = unit_stretches + units + 1;
-  const int64_t *row_tokens = unit_rows + units, *stretches = row_tokens + rows;
+  const Plan plan(numbers);
+  const int64_t* pools = places + 3;
   int* done = (int*)scratch;
-  float* items = scratch + rows * kv_heads;
-  const int64_t size = queries * (2 + V_DIM), own = queries * (K_DIM + CHUNK);
-  float* workspaces = items + units * kv_heads * size;
-  memset(done, 0, rows * kv_heads * sizeof(int));
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t h = 0; h < kv_heads && row_units[r] == row_units[r + 1]; h++)
-      merge_items(items, 0, 0, kv_heads, queries, out + (r * kv_heads + h) * queries * V_DIM,
-                  lse + (r * kv_heads + h) * queries);
+  float* items = scratch + plan.groups * kv_heads;
+  const int64_t size = plan.most_queries * (2 + V_DIM), own = plan.most_queries * (K_DIM + CHUNK);
+  float* workspaces = items + plan.units * kv_heads * size;
+  memset(done, 0, plan.groups * kv_heads * sizeof(int));
+  for (int64_t g = 0; g < plan.groups; g++)
+    for (int64_t h = 0; h < kv_heads && plan.group_units[g] == plan.group_units[g + 1]; h++)
+      merge_items(plan, g, h, kv_heads, group, items, out, lse);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t x = 0; x < units * kv_heads; x++) {
-    const int64_t u = x / kv_heads, h = x % kv_heads, r = unit_rows[u], rh = r * kv_heads + h;
+  for (int64_t x = 0; x < plan.units * kv_heads; x++) {
+    const int64_t u = x / kv_heads, h = x % kv_heads, g = plan.unit_groups[u];
+    const int tokens = (int)plan.tokens[g], queries = (int)group * tokens;
     float* mine = workspaces + own * thread_number();
-    float* s = mine + queries * K_DIM;
-    for (int64_t i = 0; i < queries * K_DIM; i++) mine[i] = scale * widen(q[rh * queries * K_DIM + i]);
+    float* s = mine + plan.most_queries * K_DIM;
+    for (int i = 0; i < queries; i++) {
+      const scalar* from = q + plan.row[g] * places[0] + (h * group + i / tokens) * places[1] +
+                           (plan.first[g] + i % tokens) * places[2];
+      for (int d = 0; d < K_DIM; d++) mine[i * K_DIM + d] = scale * widen(from[d]);
+    }
     float *top = items + x * size, *total = top + queries, *acc = total + queries;
-    for (int64_t i = 0; i < queries; i++) top[i] = NOTHING;
-    memset(total, 0, (size - queries) * sizeof(float));
-    for (int64_t j = unit_stretches[u]; j < unit_stretches[u + 1]; j++) {
-      const int64_t *pool = pools + 4 * stretches[4 * j], offset = stretches[4 * j + 1], tokens = stretches[4 * j + 2];
+    for (int i = 0; i < queries; i++) top[i] = NOTHING;
+    memset(total, 0, queries * (1 + V_DIM) * sizeof(float));
+    for (int64_t j = plan.unit_stretches[u]; j < plan.unit_stretches[u + 1]; j++) {
+      const int64_t* stretch = plan.stretches + 4 * j;
+      const int64_t *pool = pools + 4 * stretch[0], offset = stretch[1], length = stretch[2];
       const scalar* k = (const scalar*)pool[0] + h * pool[2] + offset * K_DIM;
       const scalar* v = (const scalar*)pool[1] + h * pool[3] + offset * V_DIM;
-      for (int64_t t = 0; t < tokens; t += CHUNK) {
-        const int n = (int)(tokens - t < CHUNK ? tokens - t : CHUNK);
-        const int64_t behind = row_tokens[r] - stretches[4 * j + 3] - t - n;
-        fold_chunk(mine, (int)queries, k + t * K_DIM, v + t * V_DIM, n, (int)fresh, behind, s, top, total, acc);
+      for (int64_t t = 0; t < length; t += CHUNK) {
+        const int n = (int)(length - t < CHUNK ? length - t : CHUNK);
+        const int64_t behind = plan.keys[g] - stretch[3] - t - n;
+        fold_chunk(mine, queries, k + t * K_DIM, v + t * V_DIM, n, causal ? tokens : 0, behind, s, top, total, acc);
       }
     }
     // The release of each item's results and the acquisition by whoever comes last.
-    if (__atomic_add_fetch(done + rh, 1, __ATOMIC_ACQ_REL) == row_units[r + 1] - row_units[r])
-      merge_items(items + h * size, row_units[r], row_units[r + 1], (int)kv_heads, (int)queries,
-                  out + rh * queries * V_DIM, lse + rh * queries);
+    const int64_t items_of_group = plan.group_units[g + 1] - plan.group_units[g];
+    if (__atomic_add_fetch(done + g * kv_heads + h, 1, __ATOMIC_ACQ_REL) == items_of_group)
+      merge_items(plan, g, h, kv_heads, group, items, out, lse);
   }
 }
 """

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tieredkv.attention.engine import Engine, LayerCall
+from tieredkv.attention.call import LayerCall
+from tieredkv.attention.engine import Engine
 from tieredkv.config import CacheSettings
 from tieredkv.device import Device
 from tieredkv.errors import HandleError, TieredKVError

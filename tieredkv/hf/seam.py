@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from tieredkv.attention.engine import LayerCall
+from tieredkv.attention.call import LayerCall
 from tieredkv.attention.lse import merge
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.plain import plain

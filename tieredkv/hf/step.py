@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from tieredkv.attention.engine import LayerCall
+from tieredkv.attention.call import LayerCall
 from tieredkv.attention.masks import MaskSpec, TensorMask
+from tieredkv.attention.over_pools import Placed
 from tieredkv.errors import HandleError, MismatchError, StepError, TieredKVError, UnsupportedModelError
 from tieredkv.hf import seam
 from tieredkv.hf.forwarding import Forwarding
@@ -57,16 +58,6 @@ class StepInput:
     last: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Tokens `first` to `last` of the forward, attended under one plan; `together` where each is another cache's."""
-
-    plan: ForwardPlan
-    first: int
-    last: int
-    together: bool
-
-
 class StepCache(DynamicCache):
     """What a model is given for a step; used again for the next one.
 
@@ -78,7 +69,7 @@ class StepCache(DynamicCache):
         super().__init__(config=config)
         self._config = config
         self._members: Sequence[Member] = ()
-        self._parts: list[_Part] = []
+        self._parts: list[Placed] = []
         self._frame: ForwardPlan | None = None
         self._store: BlockStore | None = None
         self._pending: Handle | None = None
@@ -167,7 +158,7 @@ class StepCache(DynamicCache):
         check_tensors(store, layer_idx, key_states, value_states)
         with store.lock:
             for part in self._parts:
-                write(store, part.plan, layer_idx, _rows(key_states, part), _rows(value_states, part))
+                write(store, part.plan, layer_idx, part.rows_of(key_states), part.rows_of(value_states))
         frame.updated.add(layer_idx)
         handle = Handle(self._self, layer_idx, frame, full=False)
         handle.attach(key_states, value_states)
@@ -176,7 +167,7 @@ class StepCache(DynamicCache):
 
     def attend(self, frame: ForwardPlan, call: LayerCall) -> torch.Tensor:
         """One layer's attention, [1, heads, tokens, v_dim], for the attention function."""
-        store, outputs = self._store, []
+        store = self._store
         if (
             store is None
             or (isinstance(call.mask, MaskSpec) and not call.mask.is_causal)
@@ -191,12 +182,7 @@ class StepCache(DynamicCache):
         with store.lock:
             if frame.version != store.version:
                 self._place()
-            for part in self._parts:
-                q, k, v = (_rows(tensor, part) for tensor in (call.query, call.key, call.value))
-                mine = dataclasses.replace(call, query=q, key=k, value=v, mask=None)
-                out = self._members[0].cache.engine.attend(part.plan, mine)
-                outputs.append(out.transpose(0, 2) if part.together else out)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+            return self._members[0].cache.engine.attend_parts(self._need_frame(), self._parts, call)
 
     def end(self) -> None:
         """The forward is over: the tokens count in every cache.
@@ -262,12 +248,6 @@ class StepCache(DynamicCache):
         return False
 
 
-def _rows(tensor: torch.Tensor, part: _Part) -> torch.Tensor:
-    """A part's tokens of [1, heads, tokens, dim]: as they are, or each as a row, [tokens, heads, 1, dim]."""
-    mine = tensor[:, :, part.first : part.last]
-    return mine.transpose(0, 2) if part.together else mine
-
-
 def _plan_of(member: Member) -> ForwardPlan:
     plan = member.cache.place.need_holder().plan
     if plan is None:
@@ -306,26 +286,26 @@ def _check(member: Member, place: Tenancy, store: BlockStore | None) -> Tenancy:
     return place
 
 
-def _arrange(plans: Sequence[ForwardPlan], store: BlockStore) -> tuple[list[_Part], ForwardPlan]:
+def _arrange(plans: Sequence[ForwardPlan], store: BlockStore) -> tuple[list[Placed], ForwardPlan]:
     """Parts of a step in the order of its tokens, and the plan of the whole: its chunks in the order of reading."""
-    parts: list[_Part] = []
+    parts: list[Placed] = []
     first = index = 0
     while index < len(plans):
         stop = index
         while stop < len(plans) and plans[stop].new == 1:
             stop += 1
         if stop - index > 1:
-            parts.append(_Part(_together(plans[index:stop], store), first, first + stop - index, True))
+            parts.append(Placed(_together(plans[index:stop], store), first))
             first, index = first + stop - index, stop
         else:
-            parts.append(_Part(plans[index], first, first + plans[index].new, False))
+            parts.append(Placed(plans[index], first))
             first, index = first + plans[index].new, index + 1
     chunks = tuple(chunk for part in parts for chunk in part.plan.chunks)
     before, placed = 0, []
     for part in parts:
         plan = dataclasses.replace(part.plan, ring=chunks, ring_first=before) if chunks else part.plan
         before += len(part.plan.chunks)
-        placed.append(dataclasses.replace(part, plan=plan))
+        placed.append(Placed(plan, part.first))
     updated = plans[0].updated
     for plan in plans:
         plan.updated = updated

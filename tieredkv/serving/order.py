@@ -65,7 +65,7 @@ class PromptPace:
         slowdown: how many times longer than without a prompt a step may take.
     """
 
-    LEAST_TOKENS = 16
+    LEAST_TOKENS = 8
     START_TOKENS = 64
     STALE_STEPS = 32
     """Steps with a prompt after which one without is due."""
