@@ -2,7 +2,7 @@
 
 One scenario reaches every copy there is: write-through of a long prefill, demotion to make room, streaming, a tail
 that is copied, blocks freed while copies use them, slots used again. It runs clean as the code is; then each wait and
-each `after` is taken out in turn.
+each `after` is taken out in turn. All of it is attended by the native kernel, and by the partials.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tieredkv.store.blocks import BlockStore
 from tieredkv.store.restore import Export, Restore
 
 BLOCK = 16
+NATIVE, PARTIALS = 16, 8
+"""Dims that the native kernel takes, and dims that it leaves to the partials."""
 
 
 class Attention(torch.nn.Module):
@@ -40,15 +42,15 @@ class Attention(torch.nn.Module):
 
 def forward(cache: tieredkv.TieredCache, tokens: int, layers: int = 2) -> None:
     """One forward of random K, V and queries through both layers, attended over blocks."""
-    module = Attention().eval()
+    module, dim = Attention().eval(), cache.model_config.head_dim
     for layer in range(layers):
-        k, v = cache.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8), layer, kwargs={})
-        seam.attention(module, torch.randn(1, 4, tokens, 8), k, v, None)
+        k, v = cache.update(torch.randn(1, 2, tokens, dim), torch.randn(1, 2, tokens, dim), layer, kwargs={})
+        seam.attention(module, torch.randn(1, 4, tokens, dim), k, v, None)
 
 
-def scenario(device: SimulatedAccelerator, folder: Path) -> None:
+def scenario(device: SimulatedAccelerator, folder: Path, dim: int) -> None:
     """Every copy there is, on three slots hot, two warm, the rest cold."""
-    config = config_of("llama")
+    config = config_of("llama", head_dim=dim)
     config._attn_implementation = "tieredkv"
     with tieredkv.TieredCache(
         config, hot="64 tokens", warm="32 tokens", cold=folder, block_size=BLOCK, window=16, device=device
@@ -116,24 +118,29 @@ def published_and_back(cache: tieredkv.TieredCache) -> None:
             store.release(block)
 
 
-def run(folder: Path, seed: int = 0) -> int:
+def run(folder: Path, dim: int, seed: int = 0) -> int:
     """The scenario's races on a slow accelerator."""
     torch.manual_seed(seed)
     device = SimulatedAccelerator(seed=seed, max_delay_seconds=0.002)
     try:
         with contextlib.suppress(RaceError):
-            scenario(device, folder)
+            scenario(device, folder, dim)
     finally:
         races = device.clocks.races
         device.close()
     return races
 
 
+@pytest.fixture(params=[NATIVE, PARTIALS], ids=["native", "partials"])
+def dim(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_races(cold_dir: Path, seed: int) -> None:
+def test_nothing_races(cold_dir: Path, seed: int, dim: int) -> None:
     torch.manual_seed(seed)
     with SimulatedAccelerator(seed=seed, max_delay_seconds=0.002) as device:
-        scenario(device, cold_dir)
+        scenario(device, cold_dir, dim)
         assert device.clocks.races == 0
 
 
@@ -224,15 +231,17 @@ def test_every_wait_has_its_case() -> None:
 
 
 @pytest.mark.parametrize("operation", AFTER.values())
-def test_what_a_copy_comes_after(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, operation: str) -> None:
+def test_what_a_copy_comes_after(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, operation: str, dim: int) -> None:
     without_after(monkeypatch, operation)
-    assert run(cold_dir)
+    assert run(cold_dir, dim)
 
 
 @pytest.mark.parametrize("place", WAITS, ids="_".join)
-def test_what_the_host_waits_for(monkeypatch: pytest.MonkeyPatch, cold_dir: Path, place: tuple[str, str]) -> None:
+def test_what_the_host_waits_for(
+    monkeypatch: pytest.MonkeyPatch, cold_dir: Path, place: tuple[str, str], dim: int
+) -> None:
     without_wait(monkeypatch, *WAITS[place])
-    assert run(cold_dir)
+    assert run(cold_dir, dim)
 
 
 def restored_through_two_rooms(device: SimulatedAccelerator) -> bool:
