@@ -122,8 +122,11 @@ def against(
     caches = {"all hot": everything, "window": part}
     logits = {}
     for name, cache in caches.items():
-        logits[name] = model(token, cache=cache).logits
-        cache.crop(-1)
+        for _ in range(2):  # the first forward of a cache finds out that blocks serve, and gathers
+            logits[name] = model(token, cache=cache).logits
+            cache.crop(-1)
+        if cache.mode != "blocks":
+            raise RuntimeError(f"{name}: attended in mode {cache.mode}, {cache.fallback_reason}")
     error = float((logits["window"] - logits["all hot"]).abs().max() / logits["all hot"].abs().max())
 
     def step(cache: TieredCache) -> None:

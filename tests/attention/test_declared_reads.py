@@ -66,17 +66,21 @@ def test_every_hot_block_and_every_chunk(
             settings=settings,
         ) as cache,
     ):
+        so_far = 0
         for new in (100, 30, 1, 1):
             before = {block.id for row in _rows(cache) for block in row if block.hot is not None}
             model(tokens(new), past_key_values=cache)
             hot = {("hot", block.hot) for row in _rows(cache) for block in row if block.id in before}
             if new == 1:
                 hot |= {("hot", block.hot) for row in _rows(cache) for block in row[-1:]}
+            operations = {name for name, _ in told.reads}
+            assert all(each for name, each in told.reads if name != "attend pools" or before)
             regions = told.take()
             assert {(role, slot) for role, slot in hot if slot is not None} <= regions
-            if cache.stats().decode.streamed_bytes:
-                assert any(region[0] == "stage" for region in regions)
-        assert cache.stats().decode.streamed_bytes > 0
+            streamed, so_far = so_far, cache.stats().decode.streamed_bytes + cache.stats().prefill.streamed_bytes
+            assert any(region[0] == "stage" for region in regions) == (so_far > streamed)
+            assert ("attend pools" in operations) == (kernel == "native")
+        assert cache.stats().decode.streamed_bytes > 0 and cache.stats().prefill.streamed_bytes > 0
 
 
 @pytest.mark.parametrize(("kernel", "dim"), KERNELS)

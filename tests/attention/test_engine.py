@@ -14,6 +14,7 @@ from tieredkv.attention.engine import Engine
 from tieredkv.attention.flex import FlexTiles
 from tieredkv.attention.native import NativeKernels
 from tieredkv.compiler import Compiler
+from tieredkv.hf import seam
 
 STEPS = ((0, 130), (130, 131), (131, 150), *((i, i + 1) for i in range(150, 170)))
 
@@ -61,6 +62,36 @@ def test_every_kernel_is_exact(cold_dir: Path, kernel: Any, in_place: bool, rows
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         wanted = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     assert_close(got[mask.bool()], wanted[mask.bool()])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_chunks_that_are_for_some_rows_only(cold_dir: Path) -> None:
+    """Several new tokens over streamed blocks: each row has its own, and two begin alike."""
+    model = tiny(head_dim=16)
+    ids = torch.randint(3, 97, (3, 200), generator=torch.Generator().manual_seed(2))
+    ids[2, :96] = ids[0, :96]
+    settings = tieredkv.CacheSettings(read_in_place=False)
+    options: dict[str, Any] = {"hot": "48 tokens", "warm": "32 tokens", "cold": cold_dir, "block_size": 16}
+    with torch.no_grad(), tieredkv.TieredCache(model, window=16, settings=settings, **options) as cache:
+        got = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 150), (150, 151), (151, 200))]
+        assert cache.stats().prefill.streamed_bytes > 0
+    with torch.no_grad():
+        assert_close(torch.cat(got, 1), model(ids, use_cache=False).logits)
+
+
+def test_queries_of_another_dtype_are_not_read_as_if_they_were_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[int] = []
+    attend = NativeKernels.attend
+    monkeypatch.setattr(NativeKernels, "attend", lambda self, *a, **k: served.append(1) or attend(self, *a, **k))
+    model = tiny(head_dim=16)
+    model.set_attn_implementation("tieredkv")
+    module = model.model.layers[0].self_attn
+    with torch.no_grad(), tieredkv.TieredCache(model.config, hot="256 tokens", warm=0, block_size=16) as cache:
+        k, v = (torch.randn(1, 2, 20, 16).to(torch.bfloat16) for _ in "kv")
+        k, v = cache.update(k, v, 0, kwargs={})
+        with pytest.raises(RuntimeError):  # as SDPA refuses it
+            seam.attention(module, torch.randn(1, 4, 20, 16), k, v, None)
+    assert not served
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")

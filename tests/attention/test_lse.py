@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredkv.attention.lse import Partial, cat_rows, merge, merge_partials, nothing_seen
+from tieredkv.attention.lse import Partial, cat_rows, fold, merge, merge_partials, nothing_seen
 from tieredkv.reference import attend
 
 
@@ -70,3 +70,18 @@ def test_rows_are_put_together_in_order() -> None:
     assert torch.equal(together.out, torch.cat([row.out for row in rows]))
     assert torch.equal(together.lse, torch.cat([row.lse for row in rows]))
     assert cat_rows(rows[:1]) is rows[0]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 40])
+def test_folding_is_merging(pieces: int) -> None:
+    """Queries that see nothing, at first or ever, and sums so large that fp32 would lose the small ones' share."""
+    partials = [Partial(torch.randn(2, 3, 5, 4), 80 + torch.randn(2, 3, 5)) for _ in range(pieces)]
+    for partial in partials:
+        partial.out[0, 0, 0], partial.lse[0, 0, 0] = 0, -torch.inf
+    partials[0].out[0, 1, :2], partials[0].lse[0, 1, :2] = 0, -torch.inf
+    exact = merge_partials([Partial(out.double(), lse.double()) for out, lse in partials])
+    whole = Partial(partials[0].out.clone(), partials[0].lse)
+    for partial in partials[1:]:
+        whole = fold(whole, partial)
+    torch.testing.assert_close(whole.out.double(), exact.out, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(whole.lse.double(), exact.lse, atol=1e-12 if pieces > 1 else 1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""The native decode kernel against the specification in float64, and what happens without a compiler."""
+"""The native kernel against the specification in float64, and what happens without a compiler."""
 
 from __future__ import annotations
 
@@ -163,6 +163,15 @@ def test_work_is_cut_for_all_threads_and_no_finer() -> None:
     prefill = plan_of([[(0, 0, 4096)]], new=1024, kv_heads=3, group=3)
     assert prefill.groups == 49
     assert 64 <= prefill.units <= 64 + prefill.groups  # keys are cut for balance, and no more than that
+
+
+def test_a_long_prompt_in_one_forward_needs_little_memory() -> None:
+    """32K tokens of 32/8 heads of 128: what is not cut is not kept for merging either."""
+    whole = plan_of([[(0, 0, 32768)]], new=32768, kv_heads=8, group=4)
+    assert whole.groups == whole.units == 2048
+    assert whole.scratch_floats(128, 128) * 4 < 2**20
+    after_a_past = plan_of([[(0, 0, 28672), (1, 0, 1024)]], new=1024, kv_heads=8, group=4)
+    assert after_a_past.scratch_floats(128, 128) * 4 < 40 * 2**20
 
 
 def test_new_tokens_of_several_plans_in_one_row(kernels: NativeKernels) -> None:

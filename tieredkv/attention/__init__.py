@@ -1,7 +1,8 @@
-"""Attention over blocks: partials with their LSE, compiled FlexAttention over the pool, masks, and the engine.
+"""Attention over blocks: the native kernel, partials with their LSE, compiled FlexAttention, masks, and the engine.
 
-lse: partials and their merge. plain, flash: what computes them. partials: which of these serves. kernels, flex: the
-compiled calls. masks: what a model's mask says. engine: one layer's attention over a forward's plan.
+call: what is asked for one layer. lse: partials and their merge. native, native_source: the kernel of a CPU;
+over_pools: where it reads. plain, flash: what computes partials; partials: which of these serves. kernels, flex: the
+compiled calls of FlexAttention. masks, windowed: what a mask says. engine: one layer's attention over a forward's plan.
 
 Imports: everything to its left; torch. Never transformers.
 """

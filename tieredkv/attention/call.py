@@ -1,6 +1,6 @@
 """`LayerCall`: what attention was given for one layer.
 
-Imports: torch, and this package's masks.
+Imports: torch, and this package's masks, those of windows too.
 """
 
 from __future__ import annotations

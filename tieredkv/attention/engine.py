@@ -36,10 +36,13 @@ class Engine:
     Args:
         store: where blocks are.
         kernels: compiled kernels, with a bound on their number.
+
+    Attributes:
+        store: as given.
     """
 
     def __init__(self, store: BlockStore, kernels: FlexKernels) -> None:
-        self._store, self._kernels = store, kernels
+        self.store, self._kernels = store, kernels
         self._tiles: dict[tuple[int, torch.device], FlexTiles] = {}
         self._tiles_of: tuple[int, int] | None = None
         self._native = PoolAttention(store)
@@ -66,7 +69,7 @@ class Engine:
             return self._flex(plan, call, starts)
         by_row: list[list[Partial]] = [[] for _ in range(plan.rows)]
         if plan.hot_runs:
-            k_flat, v_flat = self._store.flat_pools(call.layer)
+            k_flat, v_flat = self.store.flat_pools(call.layer)
             self._over_runs(plan, call, starts, plan.hot_runs, k_flat, v_flat, "hot", by_row)
         if plan.warm_runs:
             self._over_warm(plan, call, starts, by_row)
@@ -110,7 +113,7 @@ class Engine:
 
     def _wants_flex(self, plan: ForwardPlan, call: LayerCall) -> bool:
         """Whether one flex call serves the step: shapes and settings decide, never the state of a compiler."""
-        kernel = self._store.settings.kernel
+        kernel = self.store.settings.kernel
         if plan.row_slots is None or call.softcap is not None or kernel in ("flash", "plain"):
             return False
         if call.sinks is not None and not self._kernels.returns_lse(call.query.device):
@@ -122,14 +125,14 @@ class Engine:
         return len(plan.hot_runs) >= FLEX_LEAST_RUNS
 
     def _flex(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> torch.Tensor:
-        k_pool, v_pool = self._store.hot.planes[call.layer]
+        k_pool, v_pool = self.store.hot.planes[call.layer]
         tiles = self._tiles_for(plan, call, starts)
 
         def work() -> tuple[torch.Tensor, torch.Tensor | None]:
             return tiles.attend(call.query, k_pool, v_pool, scale=call.scale, lse=call.sinks is not None)
 
         slots = {slot for row in plan.row_slots or () for slot in row} if self._simulated else ()
-        out, lse = self._store.device.run(work, reads=[("hot", slot) for slot in slots], name="flex")
+        out, lse = self.store.device.run(work, reads=[("hot", slot) for slot in slots], name="flex")
         if call.sinks is None or lse is None:
             return out
         return merge([Partial(out.to(lse.dtype), lse)], sinks=call.sinks, dtype=call.query.dtype)
@@ -146,9 +149,9 @@ class Engine:
             found = FlexTiles(
                 self._kernels,
                 kv_heads=kv_heads,
-                pool_slots=self._store.hot.slots.total,
+                pool_slots=self.store.hot.slots.total,
                 rows=plan.rows,
-                block_size=self._store.block_size,
+                block_size=self.store.block_size,
                 device=device,
             )
             self._tiles[(kv_heads, device)] = found
@@ -177,7 +180,7 @@ class Engine:
             work = functools.partial(_add_slice, plan, call, starts, run, k_flat, v_flat, parts)
             if self._simulated:
                 slots = [getattr(block, role) for block in run.blocks]
-                self._store.device.run(work, reads=[(role, slot) for slot in slots], name=f"attend {role}")
+                self.store.device.run(work, reads=[(role, slot) for slot in slots], name=f"attend {role}")
             else:
                 work()
 
@@ -185,7 +188,7 @@ class Engine:
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
     ) -> None:
         """Warm blocks where they are: the computing device addresses host memory."""
-        warm, size = self._store.warm, self._store.block_size
+        warm, size = self.store.warm, self.store.block_size
         if warm is None:
             return
         for run in plan.warm_runs:
@@ -200,13 +203,13 @@ class Engine:
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
     ) -> None:
         """Blocks that come through staging, one chunk attended while the next are on their way."""
-        ring, layers, announced = self._store.prefetcher, range(len(self._store.layers)), plan.ring or plan.chunks
+        ring, layers, announced = self.store.prefetcher, range(len(self.store.layers)), plan.ring or plan.chunks
         for index, chunk in enumerate(plan.chunks):
             with ring.chunk(layers, announced, call.layer, plan.ring_first + index) as (k, v, buffer):
                 region: list[Region] = [("stage", buffer)]
 
                 work = functools.partial(_add_run, plan, call, starts, chunk.rows, chunk.position, k, v, parts)
-                self._store.device.run(work, reads=region, name="attend chunk")
+                self.store.device.run(work, reads=region, name="attend chunk")
 
     def _with_new(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]

@@ -83,6 +83,21 @@ def _merge(partials: Sequence[Partial]) -> tuple[torch.Tensor, torch.Tensor]:
     return (outs * weights.unsqueeze(-1)).sum(0), total
 
 
+def fold(whole: Partial, part: Partial) -> Partial:
+    """Both in one; for partials that are too large to be kept side by side until they are merged.
+
+    Args:
+        whole: of earlier folds; its out is overwritten. Its lse is kept in fp64: what rounding to fp32 loses of a large
+            one at each fold would add up.
+        part: over other keys, of the same shape.
+    """
+    low = part.lse.to(torch.float64)
+    total = torch.logaddexp(whole.lse.to(torch.float64), low)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)  # as in _merge
+    keep, share = (torch.exp(lse - finite).to(part.out.dtype).unsqueeze(-1) for lse in (whole.lse, low))
+    return Partial(whole.out.mul_(keep).add_(part.out * share), total)
+
+
 def cat_rows(partials: Sequence[Partial]) -> Partial:
     """The partials of several rows as one partial over all these rows, in order."""
     if len(partials) == 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,10 @@ SHORTEST_UNIT, LONGEST_UNIT = 64, 512
 """Keys per work item and KV head, at least and, unless there are many, at most."""
 ITEMS_PER_THREAD = 4
 """Work items to aim for, so that threads that are late for one do not leave the others waiting."""
-MOST_ITEMS = 64
-"""Work items from which on the work is balanced, and cutting keys would only cost merging."""
+APART_FLOATS = 32
+"""Between what two threads write, at most; `apart` of the source."""
+MOST_UNITS = 64
+"""Units from which on the work is balanced, and cutting keys would only cost merging."""
 
 _SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARGUMENTS: Any = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 3, ctypes.c_float, ctypes.c_int64]
@@ -48,7 +51,7 @@ class NewTokens(NamedTuple):
         row: row of the queries.
         first: number of the first of them among the row's queries.
         tokens: how many.
-        stretches: the keys that the last of them sees, in the order of their positions; there may be none.
+        stretches: the keys that the last of them sees, its own tokens' last, in any order else; there may be none.
     """
 
     row: int
@@ -79,7 +82,7 @@ class NativePlan:
         keys = [sum(tokens for _, _, tokens in each.stretches) for each in groups]
         wanted = -(-ITEMS_PER_THREAD * threads // kv_heads)
         unit_keys = max(-(-sum(keys) // wanted), SHORTEST_UNIT)
-        unit_keys = min(unit_keys, max(LONGEST_UNIT, -(-sum(keys) // MOST_ITEMS)))
+        unit_keys = min(unit_keys, max(LONGEST_UNIT, -(-sum(keys) // MOST_UNITS)))
         group_units, unit_stretches, unit_groups, flat = [0], [0], list[int](), list[int]()
         for number, each in enumerate(groups):
             room, before = 0, 0
@@ -94,21 +97,24 @@ class NativePlan:
                     unit_stretches[-1] += 1
                     offset, tokens, room, before = offset + part, tokens - part, room - part, before + part
             group_units.append(len(unit_groups))
+        slots, self.items = list[int](), 0
+        for before, after in itertools.pairwise(group_units):
+            slots.append(self.items)
+            self.items += after - before if after - before > 1 else 0
         self.groups, self.units = len(groups), len(unit_groups)
         self.most_queries = group * max((each.tokens for each in groups), default=1)
         queries = (*(g.row for g in groups), *(g.first for g in groups), *(g.tokens for g in groups))
-        sizes = (self.groups, self.units, self.most_queries, new)
-        self._numbers = array.array("q", (*sizes, *group_units, *unit_stretches, *unit_groups, *keys, *queries, *flat))
+        sizes = (self.groups, self.units, self.items, self.most_queries, new)
+        lists = (*group_units, *unit_stretches, *unit_groups, *keys, *queries, *slots)
+        self._numbers = array.array("q", (*sizes, *lists, *flat))
         self.address = self._numbers.buffer_info()[0]
-        self._scratch: dict[int, torch.Tensor] = {}
 
-    def scratch(self, k_dim: int, v_dim: int) -> torch.Tensor:
-        """Working memory of one call, used again by the next layer's."""
-        items = self.groups * self.kv_heads + self.units * self.kv_heads * self.most_queries * (2 + v_dim)
-        floats = items + self.threads * self.most_queries * (k_dim + CHUNK_TOKENS)
-        if floats not in self._scratch:
-            self._scratch[floats] = torch.empty(floats, dtype=torch.float32)
-        return self._scratch[floats]
+    def scratch_floats(self, k_dim: int, v_dim: int) -> int:
+        """Working memory of one call, in fp32 numbers."""
+        item = self.most_queries * (2 + v_dim)
+        own = self.most_queries * (k_dim + CHUNK_TOKENS) + item
+        shared = self.groups * self.kv_heads + self.items * self.kv_heads * item
+        return shared + APART_FLOATS + self.threads * (own + APART_FLOATS)
 
 
 def _grouped(rows: Sequence[NewTokens], most: int, causal: bool) -> Iterator[NewTokens]:
@@ -135,7 +141,7 @@ def _without_last(stretches: Sequence[Stretch], keys: int) -> list[Stretch]:
 
 
 class NativeKernels:
-    """The compiled kernels of a process or cache.
+    """The compiled kernels of a cache, and their working memory: used by one thread at a time.
 
     Args:
         compiler: compiles them; by default the machine's.
@@ -144,6 +150,7 @@ class NativeKernels:
     def __init__(self, compiler: Compiler | None = None) -> None:
         self._compiler = compiler or Compiler()
         self._kernels: dict[tuple[torch.dtype, int, int], Attend | None] = {}
+        self._scratch = torch.empty(0)
         self.reason: str | None = None
 
     def serves(self, q: torch.Tensor, k_dim: int, v_dim: int) -> bool:
@@ -191,11 +198,14 @@ class NativeKernels:
         if q.stride(3) != 1:
             q = q.contiguous()
         out, lse = torch.empty((rows, new, heads, v_dim)), torch.empty((rows, heads, new))
+        floats = plan.scratch_floats(k_dim, v_dim)
+        if self._scratch.numel() < floats:
+            self._scratch = torch.empty(floats)
         places = array.array("q", q.stride()[:3])
         places.extend([n for k, v in pools for n in (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0))])
         kernel(
             *(q.data_ptr(), places.buffer_info()[0], out.data_ptr(), lse.data_ptr()),
-            *(plan.scratch(k_dim, v_dim).data_ptr(), plan.address),
+            *(self._scratch.data_ptr(), plan.address),
             *(kv_heads, plan.group, plan.causal, scale, plan.threads),
         )
         return Partial(out.transpose(1, 2), lse)

@@ -1,9 +1,9 @@
 """The C++ of the native kernel, compiled by `native` for one dtype and one pair of dims.
 
 One call attends every row's new tokens, in groups of a few, over all stretches of their keys: work items are (unit, KV
-head), a unit being some of one group's stretches; each item leaves (max, sum, weighted values), and the last item of a
-group and head merges them in order, so results do not depend on which thread came when. K and V are read once, in fp32
-arithmetic, for all queries of a group and KV head. Portable vector extensions, no headers of torch.
+head), a unit being some or all of one group's stretches; each item leaves (max, sum, weighted values), and the last
+item of a group and head merges them in order, so results do not depend on which thread came when. K and V are read
+once, in fp32 arithmetic, for all queries of a group and KV head. Portable vector extensions, no headers of torch.
 
 Imports: nothing.
 """
@@ -140,11 +140,18 @@ static inline void scores_of(const float* q, const float* k, int n, float* s) {
   for (int i = 0; i < N; i++) store_sums(s + i * CHUNK, a[i]);
 }
 
+// Ask for what lies a page behind these rows: processors do not look ahead beyond a page. Any address may be asked for.
+static inline void ask_ahead(const scalar* rows, int n, int dim) {
+  const char* from = (const char*)rows + 4096;
+  for (int64_t byte = 0; byte < (int64_t)n * dim * (int64_t)sizeof(scalar); byte += 64) __builtin_prefetch(from + byte);
+}
+
 // s[i][t] = q[i] . k[t]
 static void all_scores(const float* q, int queries, const scalar* k, int n, float* s) {
   alignas(64) float tile[TOKENS * K_DIM];
   for (int t = 0; t < n; t += TOKENS) {
     const int tokens = n - t < TOKENS ? n - t : TOKENS;
+    ask_ahead(k + (int64_t)t * K_DIM, tokens, K_DIM);
     const float* rows = rows_of(k + (int64_t)t * K_DIM, tokens, K_DIM, tile);
     int i = 0;
     for (; i + 4 <= queries; i += 4) scores_of<4>(q + i * K_DIM, rows, tokens, s + i * CHUNK + t);
@@ -158,6 +165,7 @@ static void add_values(const float* p, int queries, const scalar* v, int n, floa
   alignas(64) float tile[TOKENS * V_DIM];
   for (int t0 = 0; t0 < n; t0 += TOKENS) {
     const int tokens = n - t0 < TOKENS ? n - t0 : TOKENS;
+    ask_ahead(v + (int64_t)t0 * V_DIM, tokens, V_DIM);
     const float* rows = rows_of(v + (int64_t)t0 * V_DIM, tokens, V_DIM, tile);
     for (int i = 0; i < queries; i++) {
       vec a[V_DIM / LANES];
@@ -207,41 +215,46 @@ static void fold_chunk(const float* q, int queries, const scalar* k, const scala
   add_values(s, queries, v, n, acc);
 }
 
+// A number of floats after which another thread's may begin.
+static inline int64_t apart(int64_t floats) { return (floats + 31) / 32 * 32; }
+
 // Where a call's numbers lie, in the order in which `native` writes them.
 struct Plan {
-  int64_t groups, units, most_queries, new_tokens;
+  int64_t groups, units, items, most_queries, new_tokens;
   const int64_t *group_units;     // [groups + 1] first unit of each group
   const int64_t *unit_stretches;  // [units + 1] first stretch of each unit
   const int64_t *unit_groups;     // [units]
   const int64_t *keys;            // [groups] keys that a group's last token sees
   const int64_t *row, *first, *tokens;  // [groups] its new tokens: row of q, the first of them, how many
+  const int64_t *slots;           // [groups] where the items of a group of several units lie
   const int64_t *stretches;       // [stretches][4] pool, offset in it, tokens, keys of the group before it
 
   explicit Plan(const int64_t* from) {
-    groups = from[0], units = from[1], most_queries = from[2], new_tokens = from[3];
-    group_units = from + 4;
+    groups = from[0], units = from[1], items = from[2], most_queries = from[3], new_tokens = from[4];
+    group_units = from + 5;
     unit_stretches = group_units + groups + 1;
     unit_groups = unit_stretches + units + 1;
     keys = unit_groups + units;
     row = keys + groups, first = row + groups, tokens = first + groups;
-    stretches = tokens + groups;
+    slots = tokens + groups;
+    stretches = slots + groups;
   }
 };
 
 // Merge the items of one group and KV head, in order; none gives 0 and -inf. Query i is head i / tokens of the KV
 // head's, token i % tokens of the group's; out is [rows, new, heads, V_DIM], lse [rows, heads, new].
 static void merge_items(const Plan& plan, int64_t g, int64_t h, int64_t kv_heads, int64_t group, const float* items,
-                        float* out, float* lse) {
-  const int64_t size = plan.most_queries * (2 + V_DIM), heads = kv_heads * group, tokens = plan.tokens[g];
-  const int64_t queries = group * tokens, first = plan.group_units[g], last = plan.group_units[g + 1];
+                        int64_t count, float* out, float* lse) {
+  const int64_t step = kv_heads * plan.most_queries * (2 + V_DIM), heads = kv_heads * group, tokens = plan.tokens[g];
+  const int64_t queries = group * tokens;
   for (int64_t i = 0; i < queries; i++) {
     const int64_t head = h * group + i / tokens, token = plan.first[g] + i % tokens;
     float top = NOTHING, total = 0;
     float* to = out + ((plan.row[g] * plan.new_tokens + token) * heads + head) * V_DIM;
     memset(to, 0, V_DIM * sizeof(float));
-    for (int64_t u = first; u < last; u++) top = std::fmax(top, items[(u * kv_heads + h) * size + i]);
-    for (int64_t u = first; u < last && top != NOTHING; u++) {
-      const float* item = items + (u * kv_heads + h) * size;
+    for (int64_t n = 0; n < count; n++) top = std::fmax(top, items[n * step + i]);
+    for (int64_t n = 0; n < count && top != NOTHING; n++) {
+      const float* item = items + n * step;
       const float weight = std::exp(item[i] - top);
       total += weight * item[queries + i];
       for (int d = 0; d < V_DIM; d++) to[d] += weight * item[2 * queries + i * V_DIM + d];
@@ -254,7 +267,8 @@ static void merge_items(const Plan& plan, int64_t g, int64_t h, int64_t kv_heads
 
 // places: strides of q from row to row, from head to head, from token to token; then for each pool the addresses of K
 // and V and their strides from head to head. numbers: see Plan.
-// scratch: groups * kv_heads counters, then the items, then for each thread queries and scores.
+// scratch: groups * kv_heads counters, then the items of groups of several units, then for each thread queries, scores
+// and the item at hand. Threads write no cache line that another one works on: the last two are `apart`.
 extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* out, float* lse, float* scratch,
                                 const int64_t* numbers, int64_t kv_heads, int64_t group, int64_t causal, float scale,
                                 int64_t threads) {
@@ -262,12 +276,12 @@ extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* o
   const int64_t* pools = places + 3;
   int* done = (int*)scratch;
   float* items = scratch + plan.groups * kv_heads;
-  const int64_t size = plan.most_queries * (2 + V_DIM), own = plan.most_queries * (K_DIM + CHUNK);
-  float* workspaces = items + plan.units * kv_heads * size;
+  const int64_t size = plan.most_queries * (2 + V_DIM), own = apart(plan.most_queries * (K_DIM + CHUNK) + size);
+  float* workspaces = scratch + apart(plan.groups * kv_heads + plan.items * kv_heads * size);
   memset(done, 0, plan.groups * kv_heads * sizeof(int));
   for (int64_t g = 0; g < plan.groups; g++)
     for (int64_t h = 0; h < kv_heads && plan.group_units[g] == plan.group_units[g + 1]; h++)
-      merge_items(plan, g, h, kv_heads, group, items, out, lse);
+      merge_items(plan, g, h, kv_heads, group, items, 0, out, lse);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
   for (int64_t x = 0; x < plan.units * kv_heads; x++) {
     const int64_t u = x / kv_heads, h = x % kv_heads, g = plan.unit_groups[u];
@@ -279,7 +293,8 @@ extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* o
                            (plan.first[g] + i % tokens) * places[2];
       for (int d = 0; d < K_DIM; d++) mine[i * K_DIM + d] = scale * widen(from[d]);
     }
-    float *top = items + x * size, *total = top + queries, *acc = total + queries;
+    const int64_t units = plan.group_units[g + 1] - plan.group_units[g];
+    float *top = s + plan.most_queries * CHUNK, *total = top + queries, *acc = total + queries;
     for (int i = 0; i < queries; i++) top[i] = NOTHING;
     memset(total, 0, queries * (1 + V_DIM) * sizeof(float));
     for (int64_t j = plan.unit_stretches[u]; j < plan.unit_stretches[u + 1]; j++) {
@@ -293,10 +308,15 @@ extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* o
         fold_chunk(mine, queries, k + t * K_DIM, v + t * V_DIM, n, causal ? tokens : 0, behind, s, top, total, acc);
       }
     }
+    if (units == 1) {
+      merge_items(plan, g, h, kv_heads, group, top, 1, out, lse);
+      continue;
+    }
+    float* first = items + (plan.slots[g] * kv_heads + h) * size;
+    memcpy(first + (u - plan.group_units[g]) * kv_heads * size, top, queries * (2 + V_DIM) * sizeof(float));
     // The release of each item's results and the acquisition by whoever comes last.
-    const int64_t items_of_group = plan.group_units[g + 1] - plan.group_units[g];
-    if (__atomic_add_fetch(done + g * kv_heads + h, 1, __ATOMIC_ACQ_REL) == items_of_group)
-      merge_items(plan, g, h, kv_heads, group, items, out, lse);
+    if (__atomic_add_fetch(done + g * kv_heads + h, 1, __ATOMIC_ACQ_REL) == units)
+      merge_items(plan, g, h, kv_heads, group, first, units, out, lse);
   }
 }
 """

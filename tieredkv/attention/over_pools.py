@@ -15,12 +15,15 @@ from typing import NamedTuple
 import torch
 
 from tieredkv.attention.call import LayerCall
-from tieredkv.attention.lse import Partial
+from tieredkv.attention.lse import Partial, fold
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens, Stretch
 from tieredkv.device import Region
 from tieredkv.errors import MismatchError
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store import BlockStore
+
+KEPT_PLANS = 8
+"""Forwards, or parts of one that are attended in turns, of which something is kept for the next layer."""
 
 
 class Placed(NamedTuple):
@@ -61,8 +64,7 @@ class PoolAttention:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._kernels = NativeKernels()
-        self._plans_of: ForwardPlan | None = None
-        self._plans: dict[tuple[int, int, str | int], _Kept] = {}
+        self._plans: dict[int, tuple[ForwardPlan, dict[tuple[int, int, str | int], _Kept]]] = {}
         self._simulated = store.device.kind == "simulated"
 
     @property
@@ -74,6 +76,8 @@ class PoolAttention:
         """Whether the kernel takes the call: settings, shapes and the machine decide."""
         if call.softcap is not None or self._store.settings.kernel not in ("auto", "native"):
             return False
+        if not call.query.dtype == call.key.dtype == call.value.dtype:  # it reads bytes
+            return False
         return self._kernels.serves(call.query, call.key.shape[3], call.value.shape[3])
 
     def partials(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
@@ -84,10 +88,19 @@ class PoolAttention:
         store = self._store
         ring, layers, announced = store.prefetcher, range(len(store.layers)), plan.ring or plan.chunks
         for index, chunk in enumerate(plan.chunks):
+            # Rows that a chunk is not for cost one token nothing, and many tokens as much as the others.
+            some = plan.new > 1 and len(chunk.rows) < plan.rows
+            rows, query = (chunk.rows, call.query[list(chunk.rows)]) if some else (range(plan.rows), call.query)
             with ring.chunk(layers, announced, call.layer, plan.ring_first + index) as (k, v, buffer):
-                kept = self._kept(plan, call, index) or self._keep_chunk(plan, call, index, chunk, starts)
-                work = functools.partial(self._kernels.attend, call.query, [(k, v)], kept.native, scale=call.scale)
-                partials.append(store.device.run(work, reads=[("stage", buffer)], name="attend chunk"))
+                kept = self._kept(plan, call, index) or self._keep_chunk(plan, call, index, rows, starts)
+                work = functools.partial(self._kernels.attend, query, [(k, v)], kept.native, scale=call.scale)
+                part = store.device.run(work, reads=[("stage", buffer)], name="attend chunk")
+            if plan.new == 1:
+                partials.append(part)
+            else:  # one by one: partials of many tokens are large
+                partials[0] = _folded(partials[0], part, rows)
+        if plan.new > 1:
+            return [Partial(out, lse.to(out.dtype)) for out, lse in partials]
         return partials
 
     def in_place(
@@ -133,9 +146,8 @@ class PoolAttention:
     # ---- made once per forward, for every layer with the same heads
 
     def _kept(self, forward: ForwardPlan, call: LayerCall, place: str | int) -> _Kept | None:
-        if self._plans_of is not forward:
-            self._plans_of, self._plans = forward, {}
-        return self._plans.get((call.key.shape[1], call.query.shape[1], place))
+        plan, kept = self._plans.get(id(forward), (None, {}))
+        return kept.get((call.key.shape[1], call.query.shape[1], place)) if plan is forward else None
 
     def _keep(
         self,
@@ -159,7 +171,11 @@ class PoolAttention:
             threads=max(torch.get_num_threads() - busy, 1),
             causal=new,
         )
-        kept = self._plans[(kv_heads, heads, place)] = _Kept(native, warm, new)
+        if id(forward) not in self._plans:
+            while len(self._plans) >= KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[id(forward)] = (forward, {})
+        kept = self._plans[id(forward)][1][(kv_heads, heads, place)] = _Kept(native, warm, new)
         return kept
 
     def _keep_parts(
@@ -172,10 +188,13 @@ class PoolAttention:
             first += part.plan.rows
         return self._keep(forward, call, "pools", rows, warm=warm, new=new)
 
-    def _keep_chunk(self, plan: ForwardPlan, call: LayerCall, index: int, chunk: Chunk, starts: Sequence[int]) -> _Kept:
-        rows: list[list[Stretch]] = [[] for _ in range(plan.rows)]
-        _add(rows, 0, chunk, 0, starts)
-        tokens = [NewTokens(row, 0, plan.new, stretches) for row, stretches in enumerate(rows)]
+    def _keep_chunk(
+        self, plan: ForwardPlan, call: LayerCall, index: int, rows: Sequence[int], starts: Sequence[int]
+    ) -> _Kept:
+        """For a chunk and queries of these rows."""
+        stretches: list[list[Stretch]] = [[] for _ in range(plan.rows)]
+        _add(stretches, 0, plan.chunks[index], 0, starts)
+        tokens = [NewTokens(place, 0, plan.new, stretches[row]) for place, row in enumerate(rows)]
         return self._keep(plan, call, index, tokens, warm=False, new=False)
 
 
@@ -194,6 +213,16 @@ def _rows(part: Placed, starts: Sequence[int], fresh: int) -> list[NewTokens]:
                 stretches.append((fresh + here, first + hidden, plan.new - hidden))
         found.append(NewTokens(here, first, plan.new, stretches))
     return found
+
+
+def _folded(whole: Partial, part: Partial, rows: Sequence[int]) -> Partial:
+    """Both in one, of which the second is of some rows."""
+    if len(rows) == whole.out.shape[0]:
+        return fold(whole, part)
+    index, lse = list(rows), whole.lse.to(torch.float64)
+    mine = fold(Partial(whole.out[index], lse[index]), part)
+    whole.out[index], lse[index] = mine
+    return Partial(whole.out, lse)
 
 
 def _add(rows: list[list[Stretch]], pool: int, piece: Run | Chunk, start: int, starts: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """`StepCache`: one forward for several caches that share a store: the next tokens of each, one after the other.
 
 The caches stay what they are; only this forward's tokens come in together, as one row `[1, tokens]` with positions of
-their own. Attention reads each cache's own blocks, so nothing is padded and nothing is copied; caches that add one
-token are attended together. Blocks that several of them share are streamed once.
+their own. Attention reads each cache's own blocks, so nothing is padded and nothing is copied. What lies in memory is
+attended in one call where the kernel takes unlike rows; else caches that add one token are attended together. Blocks
+that several of them share are streamed once.
 
 Imports: everything to its left; transformers' DynamicCache.
 """
@@ -18,6 +19,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from tieredkv.attention.call import LayerCall
+from tieredkv.attention.engine import Engine
+from tieredkv.attention.kernels import FlexKernels
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.over_pools import Placed
 from tieredkv.errors import HandleError, MismatchError, StepError, TieredKVError, UnsupportedModelError
@@ -72,6 +75,7 @@ class StepCache(DynamicCache):
         self._parts: list[Placed] = []
         self._frame: ForwardPlan | None = None
         self._store: BlockStore | None = None
+        self._engine: Engine | None = None
         self._pending: Handle | None = None
         self._self = weakref.ref(self)
 
@@ -182,7 +186,7 @@ class StepCache(DynamicCache):
         with store.lock:
             if frame.version != store.version:
                 self._place()
-            return self._members[0].cache.engine.attend_parts(self._need_frame(), self._parts, call)
+            return self._need_engine(store).attend_parts(self._need_frame(), self._parts, call)
 
     def end(self) -> None:
         """The forward is over: the tokens count in every cache.
@@ -219,6 +223,13 @@ class StepCache(DynamicCache):
         if self._frame is None:
             raise MismatchError("No step was begun.", wanted="begin(members)", got="a forward", change="begin first")
         return self._frame
+
+    def _need_engine(self, store: BlockStore) -> Engine:
+        """What attends the layers: the step's own, since a member's would end with it, and keep memory until then."""
+        if self._engine is None or self._engine.store is not store:
+            shared = self._members[0].cache.place.shared
+            self._engine = Engine(store, FlexKernels() if shared is None else shared.kernels)
+        return self._engine
 
     # ---- what attention and the mask builders ask
 
