@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    DIM,
     assert_close,
     audit,
     config_of,
@@ -56,7 +57,7 @@ def test_hot_that_cannot_hold_the_tail_of_the_batch(hot: Any, cold_dir: Path) ->
 
 def test_a_batch_that_is_too_large_leaves_the_cache_for_a_smaller_one(cold_dir: Path) -> None:
     model, ids = tiny(), tokens(100)
-    row_bytes = 16 * 2 * 2 * 2 * 8 * 4  # tokens, layers, K and V, heads, dim, fp32
+    row_bytes = 16 * 2 * 2 * 2 * DIM * 4  # tokens, layers, K and V, heads, dim, fp32
     with small(model, cold_dir, hot=5 * row_bytes) as cache:
         with pytest.raises(BudgetError, match="batch row"):
             feed(model, tokens(10, rows=8), cache)
@@ -256,7 +257,7 @@ def test_an_encoder_decoder_model_is_told_how() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"head_dim": 16},
+        {"head_dim": 32},
         {"num_key_value_heads": 1},
         {"num_hidden_layers": 3},
         {"dtype": torch.float64},
@@ -299,7 +300,7 @@ def test_a_model_with_cross_attention_and_a_bare_cache(cold_dir: Path, past: int
     model, ids = tiny(), tokens(60)
     with small(model.config, cold_dir) as cache:
         feed(model, ids[:, :past], cache)
-        k, v = torch.zeros(1, 2, 7, 8), torch.zeros(1, 2, 7, 8)
+        k, v = torch.zeros(1, 2, 7, DIM), torch.zeros(1, 2, 7, DIM)
         cache.update(k, v, 0, kwargs={})
         with pytest.raises(MismatchError, match="second time") as caught:
             cache.update(k[:, :, :5], v[:, :, :5], 0, kwargs={})
@@ -462,7 +463,7 @@ def test_a_refused_prompt_of_a_linear_model_is_never_followed_by_a_wrong_logit()
 
 def test_a_refused_length_is_asked_for_again_and_of_another_batch() -> None:
     model, ids = tiny(), tokens(20)
-    with small(model, None, max_tokens=96, hot=20 * 1024, window=None) as cache:
+    with small(model, None, max_tokens=96, hot=80 * 2 * 2 * 2 * DIM * 4, window=None) as cache:
         for _ in range(2):
             with pytest.raises(BudgetError, match="96 tokens"):
                 feed(model, tokens(20, rows=2), cache)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, audit, feed, locations, oracle, small, store_of, tiny, tokens
+from support import DIM, assert_close, audit, feed, locations, oracle, small, store_of, tiny, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tieredkv
@@ -19,7 +19,7 @@ from tieredkv.device import SimulatedAccelerator
 
 HOT_TOKENS, WARM_TOKENS = 96, 64
 CONTEXT = 16 * HOT_TOKENS
-TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, dim, fp32
+TOKEN_BYTES = 2 * 2 * 2 * DIM * 4  # layers, K and V, heads, dim, fp32
 
 
 def storage_bytes(roots: Iterable[object], stop: Iterable[object] = ()) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    DIM,
+    UNSERVED_DIM,
     WAYS,
     assert_close,
     audit,
@@ -22,6 +24,8 @@ from support import (
 )
 
 import tieredkv
+from tieredkv.attention import engine
+from tieredkv.attention.native import NativeKernels
 from tieredkv.device import CpuDevice, SimulatedAccelerator
 from tieredkv.errors import HandleError
 
@@ -116,31 +120,32 @@ def test_an_interrupt_inside_of_planning(
         audit(cache)
 
 
+@pytest.mark.parametrize("dim", [DIM, UNSERVED_DIM], ids=["native", "partials"])
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 def test_an_interrupt_while_a_chunk_is_attended(
-    cold_dir: Path, kind: str, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+    cold_dir: Path, kind: str, dim: int, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
-    from tieredkv.attention import engine
-
-    model, ids = tiny(), tokens(220)
+    model, ids = tiny(head_dim=dim), tokens(220)
+    place: Any = (NativeKernels, "attend") if dim == DIM else (engine, "_add_run")
     device = SimulatedAccelerator(max_delay_seconds=0.002) if kind == "simulated" else CpuDevice(addresses_host=False)
-    original = engine._add_run
+    original = getattr(*place)
     with small(model, cold_dir, device=device) as cache:
         feed(model, ids[:, :180], cache, [150])
-        for after in range(1, 12, 3):
+        for after in (1, 2, 3) if dim == DIM else range(1, 12, 3):
             calls = iter(range(after))
 
-            def interrupted(*arguments: Any, calls: Iterator[int] = calls) -> None:
-                original(*arguments)
+            def interrupted(*arguments: Any, calls: Iterator[int] = calls, **keywords: Any) -> Any:
+                done = original(*arguments, **keywords)
                 if next(calls, None) is None:
                     raise stop
+                return done
 
-            monkeypatch.setattr(engine, "_add_run", interrupted)
+            monkeypatch.setattr(*place, interrupted)
             with pytest.raises(stop):
                 feed(model, ids[:, 180:181], cache)
-            monkeypatch.setattr(engine, "_add_run", original)
+            monkeypatch.setattr(*place, original)
         start = cache.get_seq_length()
-        assert_close(feed(model, ids[:, start:], cache, [1, 20]), oracle(ids)[:, start:])
+        assert_close(feed(model, ids[:, start:], cache, [1, 20]), oracle(ids, head_dim=dim)[:, start:])
         audit(cache)
 
 
@@ -151,7 +156,7 @@ def test_a_handle_that_nobody_claims_raises(cold_dir: Path) -> None:
     model, ids = tiny(), tokens(60)
     with small(model, cold_dir) as cache:
         feed(model, ids, cache)
-        new = torch.randn(1, 2, 1, 8)
+        new = torch.randn(1, 2, 1, DIM)
         key, _ = cache.update(new, new.clone(), 0, kwargs={})
         assert key.shape[2] == 1, "new keys alone"
         with pytest.raises(HandleError, match="reset"):

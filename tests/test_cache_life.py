@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import (
+    DIM,
     WAYS,
     assert_close,
     audit,
@@ -134,7 +135,7 @@ def test_a_fork_is_refused_and_the_parent_goes_on(cold_dir: Path) -> None:
         if not child:
             code = 1
             try:
-                cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
+                cache.update(torch.zeros(1, 2, 1, DIM), torch.zeros(1, 2, 1, DIM), 0)
             except ClosedError:
                 code = 0
             finally:

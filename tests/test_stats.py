@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support import at_rest, feed, generate, small, tiny, tokens
+from support import DIM, at_rest, feed, generate, small, tiny, tokens
 
 import tieredkv
 from tieredkv.block import Block
@@ -16,7 +16,7 @@ from tieredkv.device import SimulatedAccelerator
 from tieredkv.stats import Counters, MoveStats
 
 BLOCK, LAYERS = 16, 2
-BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 4  # tokens, layers, K and V, heads, dim, fp32
+BLOCK_BYTES = BLOCK * 2 * 2 * 2 * DIM * 4  # tokens, layers, K and V, heads, dim, fp32
 
 
 def moved(counters: Counters, source: str, target: str, ids: list[int], total_bytes: int, seconds: float) -> None:
@@ -92,7 +92,7 @@ def test_a_conversation_in_three_tiers(cold_dir: Path, way: str) -> None:
     model = tiny()
     with small(model if way == "blocks" else model.config, cold_dir) as cache:
         feed(model, tokens(200, rows=2), cache, [150, *[1] * 10])
-        stats = cache.stats()
+        stats = at_rest(cache).stats()
         assert (stats.mode, stats.tokens, stats.rows, stats.block_size) == (way, 200, 2, BLOCK)
         assert (stats.window_tokens, stats.codec) == (16, "raw")
         assert (stats.fallback_reason is None) == (way == "blocks")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import config_of, store_of
+from support import DIM, UNSERVED_DIM, config_of, store_of
 
 import tieredkv
 from tieredkv.device import Event, SimulatedAccelerator
@@ -29,7 +29,7 @@ from tieredkv.store.blocks import BlockStore
 from tieredkv.store.restore import Export, Restore
 
 BLOCK = 16
-NATIVE, PARTIALS = 16, 8
+NATIVE, PARTIALS = DIM, UNSERVED_DIM
 """Dims that the native kernel takes, and dims that it leaves to the partials."""
 
 

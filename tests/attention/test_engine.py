@@ -46,7 +46,7 @@ def batch(rows: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("kernel", ["auto", "native", "flash", "plain"])
 def test_every_kernel_is_exact(cold_dir: Path, kernel: Any, in_place: bool, rows: int, padding: int) -> None:
-    model = tiny(head_dim=16)
+    model = tiny()
     ids, mask = batch(rows, padding)
     settings = tieredkv.CacheSettings(kernel=kernel, read_in_place=in_place)
     with (
@@ -67,7 +67,7 @@ def test_every_kernel_is_exact(cold_dir: Path, kernel: Any, in_place: bool, rows
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 def test_chunks_that_are_for_some_rows_only(cold_dir: Path) -> None:
     """Several new tokens over streamed blocks: each row has its own, and two begin alike."""
-    model = tiny(head_dim=16)
+    model = tiny()
     ids = torch.randint(3, 97, (3, 200), generator=torch.Generator().manual_seed(2))
     ids[2, :96] = ids[0, :96]
     settings = tieredkv.CacheSettings(read_in_place=False)
@@ -83,7 +83,7 @@ def test_queries_of_another_dtype_are_not_read_as_if_they_were_keys(monkeypatch:
     served: list[int] = []
     attend = NativeKernels.attend
     monkeypatch.setattr(NativeKernels, "attend", lambda self, *a, **k: served.append(1) or attend(self, *a, **k))
-    model = tiny(head_dim=16)
+    model = tiny()
     model.set_attn_implementation("tieredkv")
     module = model.model.layers[0].self_attn
     with torch.no_grad(), tieredkv.TieredCache(model.config, hot="256 tokens", warm=0, block_size=16) as cache:
@@ -99,7 +99,7 @@ def test_flex_over_rows_that_interleave(monkeypatch: pytest.MonkeyPatch) -> None
     served: list[int] = []
     attend = FlexTiles.attend
     monkeypatch.setattr(FlexTiles, "attend", lambda self, *a, **k: served.append(1) or attend(self, *a, **k))
-    model = tiny(head_dim=16)
+    model = tiny()
     ids, mask = batch(3, 21)
     with (
         torch.no_grad(),
@@ -118,7 +118,7 @@ def test_flex_over_rows_that_interleave(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 def test_native_serves_by_default_and_flash_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = tiny(head_dim=16)
+    model = tiny()
     ids, mask = batch(1, 0)
     served: list[int] = []
     attend = NativeKernels.attend

@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -79,6 +79,7 @@ def generate(model: Any, ids: torch.Tensor, cache: Any, new: int = 8, **options:
         past_key_values=cache,
         max_new_tokens=new,
         do_sample=False,
+        suppress_tokens=[0],  # generate would take it for padding in the next turn
         return_dict_in_generate=True,
         output_logits=True,
         **options,

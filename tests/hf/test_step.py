@@ -42,7 +42,7 @@ def wanted(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kernel", ["auto", "flash", "flex"])
 @pytest.mark.parametrize("hot", ["192 tokens", "2048 tokens"])
 def test_rows_of_any_length_join_and_leave(cold_dir: Path, hot: str, kernel: Any) -> None:
-    model = tiny(head_dim=16)
+    model = tiny()
     settings = tieredkv.CacheSettings(kernel=kernel)
     lengths = [5, 131, 16, 64, 17]
     texts = [prompt(n, i) for i, n in enumerate(lengths)]
@@ -87,7 +87,7 @@ def test_rows_of_any_length_join_and_leave(cold_dir: Path, hot: str, kernel: Any
 
 def test_prompts_in_pieces_ride_along_with_decoding(cold_dir: Path) -> None:
     """Prefills of several requests, whole and in pieces, in the forwards in which others decode."""
-    model = tiny(head_dim=16)
+    model = tiny()
     with (
         torch.no_grad(),
         tieredkv.KVStore(model, hot="320 tokens", warm="64 tokens", cold=cold_dir, block_size=16, window=16) as store,

@@ -132,10 +132,10 @@ def test_signals_and_what_outlives_them(start: Callable[..., Server], model_fold
     assert "stopped    2 requests, 2 length\n" in draining.printed
     assert "stopped    2 requests, 1 cancelled, 1 length\n" in idle.printed
     printed = re.sub(r" +", " ", idle.printed)
-    assert "KV 256 B per token, codec raw" in printed
+    assert "KV 512 B per token, codec raw" in printed
     assert re.search(r"^hot [\d,]+ tokens$", printed, re.MULTILINE)
-    assert re.search(r"^warm 4,\d{3} tokens$", printed, re.MULTILINE)
-    assert re.search(r"^cold 2\d\d,\d{3} tokens$", printed, re.MULTILINE)
+    assert re.search(r"^warm 2,\d{3} tokens$", printed, re.MULTILINE)
+    assert re.search(r"^cold 1\d\d,\d{3} tokens$", printed, re.MULTILINE)
     assert re.search(r"^sequences \d{3} of 1,024 tokens at once$", printed, re.MULTILINE)
 
 

@@ -218,7 +218,7 @@ def test_a_model_that_fails_ends_everybody_with_the_reason() -> None:
 
 def test_a_prefix_is_computed_once_however_many_ask_for_it(seen: dict[int, list[torch.Tensor]]) -> None:
     """Those who come while it is being read in wait for its blocks, not for the whole prompt."""
-    model = tiny(head_dim=16)
+    model = tiny()
     common = prompt(160, 0)
     texts = [[*common, *prompt(30 + n, 10 + n)] for n in range(8)]
     settings = EngineSettings(prefill_tokens=32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import audit_store, tiny
+from support import DIM, audit_store, tiny
 from transformers import GenerationConfig
 
 import tieredkv
@@ -105,7 +105,7 @@ def test_an_engine_tells_what_fits() -> None:
     with tieredkv.KVStore(tiny(), **sizes, block_size=16) as store:  # type: ignore[arg-type]
         engine = Engine(store._model, store)
         room = engine.room()
-        assert room.token_bytes == 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, dim, fp32
+        assert room.token_bytes == 2 * 2 * 2 * DIM * 4  # K and V, layers, heads, dim, fp32
         assert set(room.tier_tokens) == {"hot", "warm"} and room.tier_tokens["warm"] == 512
         assert room.capacity_tokens == sum(tokens or 0 for tokens in room.tier_tokens.values())
         assert engine.memory().hot.budget_bytes == 1024 * room.token_bytes

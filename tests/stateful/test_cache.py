@@ -115,7 +115,7 @@ class CacheMachine(RuleBasedStateMachine):
         warm_blocks=st.integers(0, 3),
         cold_cap=st.sampled_from([None, None, "48 tokens", "160 tokens", "none"]),
         window=st.sampled_from([None, 1, 16, 20]),
-        dims=st.sampled_from([(8, 8), (8, 8), (8, 12)]),
+        dims=st.sampled_from([(16, 16), (16, 16), (16, 32), (8, 8), (8, 12)]),
         dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
         verify=st.sampled_from(["always", "first", "off"]),
         is_watched=st.booleans(),

@@ -31,7 +31,7 @@ FLEX_LEAST_RUNS = 5
 
 
 class Engine:
-    """Attends the layers of one cache.
+    """Attends the layers of one cache, or of a step of several.
 
     Args:
         store: where blocks are.
@@ -59,6 +59,10 @@ class Engine:
         Raises:
             ChecksumError, ColdTierError: a streamed block cannot be had.
         """
+        self._native.keep_for(plan)
+        return self._attend(plan, call)
+
+    def _attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
         if plan.visibility is not None and not isinstance(call.mask, WindowedMask):
             call = dataclasses.replace(call, mask=WindowedMask(call.mask, plan.visibility, plan.past, plan.new))
         starts = call.starts(plan.rows)
@@ -90,6 +94,7 @@ class Engine:
         Raises:
             ChecksumError, ColdTierError: a streamed block cannot be had.
         """
+        self._native.keep_for(forward)
         in_place = not forward.chunks and all(plan.visibility is None for plan, _ in parts)
         if in_place and self._native.serves(call):
             partial = self._native.in_place(forward, parts, call, [0] * sum(plan.rows for plan, _ in parts))
@@ -97,7 +102,7 @@ class Engine:
         outputs = []
         for part in parts:
             q, k, v = (part.rows_of(tensor) for tensor in (call.query, call.key, call.value))
-            out = self.attend(part.plan, dataclasses.replace(call, query=q, key=k, value=v, mask=None))
+            out = self._attend(part.plan, dataclasses.replace(call, query=q, key=k, value=v, mask=None))
             outputs.append(out.transpose(0, 2) if part.plan.rows > 1 else out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 

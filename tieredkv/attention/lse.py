@@ -25,8 +25,8 @@ class Partial(NamedTuple):
     Args:
         out: `[rows, heads, q, v_dim]`, normalised over the keys it saw; fp32 (fp64 for fp64 inputs). A query that saw
             no key has 0.
-        lse: `[rows, heads, q]`, natural logarithm of the sum of the exponentials of the scores, in out's dtype. A
-            query that saw no key has -inf.
+        lse: `[rows, heads, q]`, natural logarithm of the sum of the exponentials of the scores, in out's dtype (fp64
+            while partials are folded). A query that saw no key has -inf.
     """
 
     out: torch.Tensor

@@ -33,6 +33,8 @@ ITEMS_PER_THREAD = 4
 """Work items to aim for, so that threads that are late for one do not leave the others waiting."""
 APART_FLOATS = 32
 """Between what two threads write, at most; `apart` of the source."""
+MOST_SPARE, SMALL_FLOATS = 4, 2**16
+"""Working memory is kept for the next call unless it is so many times what that one needs, and more than this."""
 MOST_UNITS = 64
 """Units from which on the work is balanced, and cutting keys would only cost merging."""
 
@@ -140,6 +142,11 @@ def _without_last(stretches: Sequence[Stretch], keys: int) -> list[Stretch]:
     return kept
 
 
+def _floats(*shape: int) -> torch.Tensor:
+    """What the kernel writes: never of torch's default dtype or device, which others may change at any time."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 class NativeKernels:
     """The compiled kernels of a cache, and their working memory: used by one thread at a time.
 
@@ -150,7 +157,7 @@ class NativeKernels:
     def __init__(self, compiler: Compiler | None = None) -> None:
         self._compiler = compiler or Compiler()
         self._kernels: dict[tuple[torch.dtype, int, int], Attend | None] = {}
-        self._scratch = torch.empty(0)
+        self._scratch = _floats(0)
         self.reason: str | None = None
 
     def serves(self, q: torch.Tensor, k_dim: int, v_dim: int) -> bool:
@@ -197,10 +204,10 @@ class NativeKernels:
             )
         if q.stride(3) != 1:
             q = q.contiguous()
-        out, lse = torch.empty((rows, new, heads, v_dim)), torch.empty((rows, heads, new))
+        out, lse = _floats(rows, new, heads, v_dim), _floats(rows, heads, new)
         floats = plan.scratch_floats(k_dim, v_dim)
-        if self._scratch.numel() < floats:
-            self._scratch = torch.empty(floats)
+        if not floats <= self._scratch.numel() <= max(MOST_SPARE * floats, SMALL_FLOATS):
+            self._scratch = _floats(floats)
         places = array.array("q", q.stride()[:3])
         places.extend([n for k, v in pools for n in (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0))])
         kernel(

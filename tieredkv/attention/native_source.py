@@ -1,9 +1,10 @@
 """The C++ of the native kernel, compiled by `native` for one dtype and one pair of dims.
 
 One call attends every row's new tokens, in groups of a few, over all stretches of their keys: work items are (unit, KV
-head), a unit being some or all of one group's stretches; each item leaves (max, sum, weighted values), and the last
-item of a group and head merges them in order, so results do not depend on which thread came when. K and V are read
-once, in fp32 arithmetic, for all queries of a group and KV head. Portable vector extensions, no headers of torch.
+head), a unit being some or all of one group's stretches. Each item gives (max, sum, weighted values); where a group has
+several units, its last item of a head merges them in order, so results do not depend on which thread came when. K and V
+are read once, in fp32 arithmetic, for all queries of a group and KV head. Portable vector extensions, no headers of
+torch.
 
 Imports: nothing.
 """
@@ -268,7 +269,7 @@ static void merge_items(const Plan& plan, int64_t g, int64_t h, int64_t kv_heads
 // places: strides of q from row to row, from head to head, from token to token; then for each pool the addresses of K
 // and V and their strides from head to head. numbers: see Plan.
 // scratch: groups * kv_heads counters, then the items of groups of several units, then for each thread queries, scores
-// and the item at hand. Threads write no cache line that another one works on: the last two are `apart`.
+// and the item at hand; what one thread works on lies in no cache line of another's.
 extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* out, float* lse, float* scratch,
                                 const int64_t* numbers, int64_t kv_heads, int64_t group, int64_t causal, float scale,
                                 int64_t threads) {

@@ -22,9 +22,6 @@ from tieredkv.errors import MismatchError
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store import BlockStore
 
-KEPT_PLANS = 8
-"""Forwards, or parts of one that are attended in turns, of which something is kept for the next layer."""
-
 
 class Placed(NamedTuple):
     """A plan's new tokens among the queries of a forward.
@@ -52,10 +49,12 @@ class _Kept(NamedTuple):
     native: NativePlan
     reads_warm: bool
     reads_new: bool
+    plan: ForwardPlan
+    """Held, so that no other plan gets its id."""
 
 
 class PoolAttention:
-    """Attends the layers of one cache where its blocks lie.
+    """Attends the layers of one cache, or of a step of several, where their blocks lie.
 
     Args:
         store: where blocks are.
@@ -64,7 +63,8 @@ class PoolAttention:
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._kernels = NativeKernels()
-        self._plans: dict[int, tuple[ForwardPlan, dict[tuple[int, int, str | int], _Kept]]] = {}
+        self._forward: ForwardPlan | None = None
+        self._plans: dict[tuple[int, int, int, str | int], _Kept] = {}
         self._simulated = store.device.kind == "simulated"
 
     @property
@@ -79,6 +79,12 @@ class PoolAttention:
         if not call.query.dtype == call.key.dtype == call.value.dtype:  # it reads bytes
             return False
         return self._kernels.serves(call.query, call.key.shape[3], call.value.shape[3])
+
+    def keep_for(self, forward: ForwardPlan) -> None:
+        """A layer of this forward is attended: what was worked out for it serves, and for any other no more."""
+        if self._forward is not forward:
+            self._forward = forward
+            self._plans.clear()
 
     def partials(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> list[Partial]:
         """Partials of all rows: one over what is attended where it lies, and one over each chunk."""
@@ -145,13 +151,12 @@ class PoolAttention:
 
     # ---- made once per forward, for every layer with the same heads
 
-    def _kept(self, forward: ForwardPlan, call: LayerCall, place: str | int) -> _Kept | None:
-        plan, kept = self._plans.get(id(forward), (None, {}))
-        return kept.get((call.key.shape[1], call.query.shape[1], place)) if plan is forward else None
+    def _kept(self, plan: ForwardPlan, call: LayerCall, place: str | int) -> _Kept | None:
+        return self._plans.get((id(plan), call.key.shape[1], call.query.shape[1], place))
 
     def _keep(
         self,
-        forward: ForwardPlan,
+        plan: ForwardPlan,
         call: LayerCall,
         place: str | int,
         rows: Sequence[NewTokens],
@@ -162,7 +167,7 @@ class PoolAttention:
         kv_heads, heads = call.key.shape[1], call.query.shape[1]
         # While blocks are on their way a core is theirs: two threads on one core wait for each other. Not beside
         # several new tokens, whose arithmetic takes longer than the way.
-        busy = bool(forward.chunks) and forward.new == 1
+        busy = bool(plan.chunks) and plan.new == 1
         native = NativePlan(
             rows,
             new=call.query.shape[2],
@@ -171,11 +176,7 @@ class PoolAttention:
             threads=max(torch.get_num_threads() - busy, 1),
             causal=new,
         )
-        if id(forward) not in self._plans:
-            while len(self._plans) >= KEPT_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[id(forward)] = (forward, {})
-        kept = self._plans[id(forward)][1][(kv_heads, heads, place)] = _Kept(native, warm, new)
+        kept = self._plans[(id(plan), kv_heads, heads, place)] = _Kept(native, warm, new, plan)
         return kept
 
     def _keep_parts(

@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicCache
 
 from tieredkv.attention.call import LayerCall
 from tieredkv.attention.engine import Engine
-from tieredkv.attention.kernels import FlexKernels
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.over_pools import Placed
 from tieredkv.errors import HandleError, MismatchError, StepError, TieredKVError, UnsupportedModelError
@@ -186,7 +185,8 @@ class StepCache(DynamicCache):
         with store.lock:
             if frame.version != store.version:
                 self._place()
-            return self._need_engine(store).attend_parts(self._need_frame(), self._parts, call)
+            forward = self._need_frame()
+            return self._need_engine(store).attend_parts(forward, self._parts, call)
 
     def end(self) -> None:
         """The forward is over: the tokens count in every cache.
@@ -227,8 +227,7 @@ class StepCache(DynamicCache):
     def _need_engine(self, store: BlockStore) -> Engine:
         """What attends the layers: the step's own, since a member's would end with it, and keep memory until then."""
         if self._engine is None or self._engine.store is not store:
-            shared = self._members[0].cache.place.shared
-            self._engine = Engine(store, FlexKernels() if shared is None else shared.kernels)
+            self._engine = Engine(store, self._members[0].cache.place.kernels)
         return self._engine
 
     # ---- what attention and the mask builders ask

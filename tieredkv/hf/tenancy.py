@@ -176,6 +176,17 @@ class Tenancy:
         return 0 if self.store is None or self._kernels is None else self._kernels.graphs
 
     @property
+    def kernels(self) -> FlexKernels:
+        """The compiled kernels that its engine uses.
+
+        Raises:
+            ClosedError: nothing was stored yet.
+        """
+        if self._kernels is None:
+            raise _nothing_stored()
+        return self._kernels
+
+    @property
     def engine(self) -> Engine:
         """What attends the layers.
 
