@@ -3,7 +3,7 @@
 #   make demo       a real model answers about a 6,000-token document from a cache in three tiers
 #   make test       the tests
 #   make slow       the tests on real models, one at a time
-#   make check      the inner loop: lint, types and the fast tests, under 3 minutes
+#   make check      the inner loop: lint, types and the tests of the cache's own parts, under 3 minutes
 #   make lint       ruff and mypy --strict
 #   make format     rewrites the code as `make lint` wants it
 #   make probes     the cache probes, with gathered K/V and with attention over blocks (where they are at hand)
@@ -52,8 +52,10 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(PY) -m pytest -m slow
 
+# Without what runs whole programs or thousands of steps: `make test` has it.
+WHOLE := stateful benchmarks integrations models serving faults cli
 check: lint
-	$(PY) -m pytest -n $(JOBS) -m "not slow"
+	$(PY) -m pytest -n $(JOBS) -m "not slow" $(WHOLE:%=--ignore=tests/%)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

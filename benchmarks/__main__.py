@@ -16,6 +16,7 @@ QUESTIONS = (
     "block_size",
     "windows",
     "quality",
+    "quality_long",
 )
 
 failed = []

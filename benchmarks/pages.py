@@ -29,6 +29,7 @@ TITLES = {
     "transfer": "Moving blocks",
     "codecs": "What a codec costs",
     "quality": "Recall and error through a codec",
+    "quality_long": "Error through a codec up to 32K",
     "prefix": "Prefix reuse",
     "replay": "Eviction on recorded traces",
     "block_size": "The size of a block",

@@ -38,8 +38,11 @@ def test_a_question_runs_small(
         importlib.import_module(f"benchmarks.{question}").main()
     finally:
         torch.set_grad_enabled(grad)
-    assert "reached: " in capsys.readouterr().out
+    out = capsys.readouterr().out
     assert set(harness.RESULTS.glob("*")) == before
+    if "is not installed" in out:
+        pytest.skip(out)
+    assert "reached: " in out
 
 
 def test_every_question_is_run_by_make_bench() -> None:

