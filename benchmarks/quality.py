@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,18 +118,19 @@ def recall(tokens: int, count: int, codec: str) -> tuple[float, float]:
     return whole / count, right / sum(len(rest) for _, rest in asked)
 
 
-def errors(lengths: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
+def errors(states: Callable[[str], torch.Tensor], lengths: Sequence[int]) -> dict[str, list[tuple[float, float]]]:
     """For each lossy codec (tokens, error): mean distance of hidden states from the exact ones over their mean length.
 
-    Of one forward over the longest text: a token's states depend on those before it alone. Each point is the mean over
-    the 256 tokens before that length.
+    Each point is the mean over the 256 tokens before that length.
+
+    Args:
+        states: a codec's hidden states `[tokens, hidden]` of one text of the greatest length; a token's depend on those
+            before it alone.
+        lengths: where to look.
     """
-    ids = prose(lengths[-1])
-    _, exact = read(ids, "raw")
-    found = {}
+    exact, found = states("raw"), {}
     for codec in CODEC_NAMES[1:]:
-        _, hidden = read(ids, codec)
-        apart, size = (hidden - exact).norm(dim=-1), exact.norm(dim=-1)
+        apart, size = (states(codec) - exact).norm(dim=-1), exact.norm(dim=-1)
         found[codec] = [(float(n), float(apart[n - 256 : n].mean() / size[n - 256 : n].mean())) for n in lengths]
     return found
 
@@ -151,7 +152,8 @@ def figures(quick: bool) -> tuple[list[Row], list[Chart]]:
         title = f"{codec}: dates and numbers recalled whole, {count} in {tokens:,} tokens"
         rows.append(Row(title, 100 * shares[codec], "%", must, reached, {"share_of_tokens": part}))
     lengths = [256] if quick else [512, 1024, 2048, 4096, 8192]
-    lines = errors(lengths)
+    ids = prose(lengths[-1])
+    lines = errors(lambda codec: read(ids, codec)[1], lengths)
     rows += [
         Row(f"{name}: error of the last states, {n:,.0f} tokens", e, "")
         for name, line in lines.items()

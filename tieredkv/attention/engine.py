@@ -193,13 +193,8 @@ class Engine:
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
     ) -> None:
         """Warm blocks where they are: the computing device addresses host memory."""
-        warm, size = self.store.warm, self.store.block_size
-        if warm is None:
-            return
         for run in plan.warm_runs:
-            views = warm.run(call.layer, run.start // size, len(run.blocks))
-            if views is None:
-                continue
+            views = self.store.warm_run(call.layer, run.start // self.store.block_size, len(run.blocks))
             k_flat, v_flat = (view.flatten(1, 2) for view in views)
             here = dataclasses.replace(run, start=0)
             self._over_runs(plan, call, starts, [here], k_flat, v_flat, "warm", parts)

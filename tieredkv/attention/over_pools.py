@@ -3,7 +3,7 @@
 A single new token in each row is read where it was written, in the hot pool; several new tokens are read where the
 model made them, which is one more pool.
 
-Imports: this package, device, errors, plan, store.
+Imports: this package, device, plan, store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tieredkv.attention.call import LayerCall
 from tieredkv.attention.lse import Partial, fold
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens, Stretch
 from tieredkv.device import Region
-from tieredkv.errors import MismatchError
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store import BlockStore
 
@@ -124,7 +123,7 @@ class PoolAttention:
         kept = self._kept(forward, call, "pools") or self._keep_parts(forward, parts, call, starts)
         pools = [store.flat_pools(call.layer)]
         if kept.reads_warm:
-            pools.append(self._warm(call.layer))
+            pools.append(store.warm_run(call.layer, 0))
         if kept.reads_new:
             pools += zip(call.key.contiguous(), call.value.contiguous(), strict=True)
         if not self._simulated:
@@ -135,19 +134,6 @@ class PoolAttention:
             reads += [("hot", block.hot) for run in plan.hot_runs for block in run.blocks if block.hot is not None]
             reads += [("warm", block.warm) for run in plan.warm_runs for block in run.blocks if block.warm is not None]
         return store.device.run(work, reads=reads, name="attend pools")
-
-    def _warm(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's warm K and V, [kv_heads, slots, block_size, dim]."""
-        warm = self._store.warm
-        planes = None if warm is None else warm.run(layer, 0, warm.slots.total)
-        if planes is None:
-            raise MismatchError(
-                "Blocks were to be read in place, where nothing can be read.",
-                wanted="a warm tier in memory that the computing device addresses",
-                got=type(warm).__name__,
-                change="report this: the plan and the tier do not agree",
-            )
-        return planes[0], planes[1]
 
     # ---- made once per forward, for every layer with the same heads
 

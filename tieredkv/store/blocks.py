@@ -25,7 +25,7 @@ from tieredkv.block_table import BlockTable
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, Size
 from tieredkv.device import LEDGER, Device, Event
-from tieredkv.errors import BudgetError, ClosedError, TieredKVError
+from tieredkv.errors import BudgetError, ClosedError, MismatchError, TieredKVError
 from tieredkv.placement import Candidate, leaving, leaving_order
 from tieredkv.plan import Chunk, ForwardPlan, Run, Visibility
 from tieredkv.prefetcher import Prefetcher
@@ -185,6 +185,23 @@ class BlockStore(MoveQueue):
             k_pool, v_pool = self.hot.planes[layer]
             pools = self._flat[layer] = (k_pool.flatten(1, 2), v_pool.flatten(1, 2))
         return pools
+
+    def warm_run(self, layer: int, start: int, blocks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, [kv_heads, blocks, block_size, dim], of neighbouring warm slots in place: by default of all slots.
+
+        Raises:
+            MismatchError: the plan reads in place what cannot be, or the slots are no run of the tier.
+        """
+        warm = self.warm
+        planes = None if warm is None else warm.run(layer, start, warm.slots.total if blocks is None else blocks)
+        if planes is None:
+            raise MismatchError(
+                "Blocks were to be read in place, where nothing can be read.",
+                wanted="a warm tier in memory that the computing device addresses",
+                got=type(warm).__name__,
+                change="report this: the plan and the tier do not agree",
+            )
+        return planes[0], planes[1]
 
     def take_hot(self, preferred: int | None) -> int:
         """A free hot slot, the preferred one if it is free. Room was made before.
