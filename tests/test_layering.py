@@ -15,7 +15,7 @@ LAYERS = """
     block checksum_native checksum codecs sizing device
     tiers eviction durable loadtest block_table
     plan placement
-    transfer prefetcher
+    verified transfer prefetcher
     fingerprint prefix
     store
     reference attention

@@ -241,8 +241,10 @@ class Prefetcher:
         k, v, scratch = self._buffers[buffer].views(layer)
         count = len(chunk.blocks)
         read = self._read[buffer]
+        arriving: list[Callable[[float], None]] = []
         event = self._device.up.submit(
-            lambda: self._mover.fetch(layer, chunk.blocks, k[:, :count], v[:, :count], scratch),
+            lambda: arriving.append(self._mover.fetch(layer, chunk.blocks, k[:, :count], v[:, :count], scratch)),
+            finish=lambda seconds: arriving.pop()(seconds),
             reads=read_regions(chunk.blocks),
             writes=[("stage", buffer)],
             after=[] if read is None else [read],

@@ -4,19 +4,15 @@ What runs where: demotions and the write-through of a long prefill run on the de
 device run inside whatever stream calls `fetch` (the prefetcher's `up`, or compute for a promotion that is needed now).
 A copy holds its source tensors until its event is done. Nothing here decides what moves; the store does.
 
-What goes wrong and is put right (bytes that differ once, a read that fails once) is counted, and told once for each
-tier; what cannot be put right is an error that names block, layer and tier.
-
-Imports: errors, stats, block, checksum, codecs, device, tiers, plan.
+Imports: errors, stats, block, checksum, codecs, device, tiers, plan, verified.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -25,12 +21,11 @@ from tieredkv.checksum import Checksummer
 from tieredkv.codecs import Codec
 from tieredkv.config import Verify
 from tieredkv.device import Device, Event, Region
-from tieredkv.errors import ChecksumError, ColdTierError
+from tieredkv.errors import ChecksumError
 from tieredkv.plan import ThroughWrite
 from tieredkv.stats import Counters
 from tieredkv.tiers import HotTier, Tier
-
-logger = logging.getLogger("tieredkv")
+from tieredkv.verified import Check, VerifiedReads, slot_of
 
 MAX_HELD_BYTES = 256 * 2**20
 """Most bytes of new K/V that copies on their way down may keep alive before the forward waits for the oldest."""
@@ -86,8 +81,7 @@ class Mover:
         self.checksummer = Checksummer()
         self.planes = [codec.planes(layer, block_size) for layer in layers]
         self.row_bytes = [sum(plane.block_bytes for plane in planes) for planes in self.planes]
-        self._seen: set[tuple[str, int, int]] = set()  # (tier, block id, layer) that were read and right
-        self._told: set[str] = set()
+        self._reads = VerifiedReads(tiers, self.checksummer, self.row_bytes, verify, counters)
         self._held: deque[tuple[Event, int]] = deque()
         self._held_bytes = 0
         self.peak_held_bytes = 0
@@ -100,7 +94,7 @@ class Mover:
         The blocks' slots at `source` may be read meanwhile, and must not be written or freed before the event is done.
         """
         blocks = tuple(blocks)
-        source_slots = [_slot(block, source) for block in blocks]
+        source_slots = [slot_of(block, source) for block in blocks]
         encoded = source != "hot"
 
         def work() -> None:
@@ -198,7 +192,7 @@ class Mover:
         tier = self._tiers[source]
         device = tier.planes[layer][0].device if isinstance(tier, HotTier) else "cpu"
         planes = tuple(plane.empty(len(slots), device) for plane in self.planes[layer])
-        self._read_verified(layer, blocks, source, planes)
+        self._reads.read(layer, blocks, source, planes)()
         return planes
 
     def _store(
@@ -242,15 +236,15 @@ class Mover:
         self._counters.verified(len(blocks) - len(wrong))
         if wrong:
             self._counters.failed(checksum=len(wrong))
-            self._tell(tier.role, wrong[0])
+            self._reads.tell(tier.role, wrong[0])
         return wrong
 
     # ---- up
 
     def fetch(
         self, layer: int, blocks: Sequence[Block], k_out: torch.Tensor, v_out: torch.Tensor, scratch: Planes | None
-    ) -> None:
-        """Bring one layer of blocks up: read, verify as arrived, decode. Runs on the calling thread.
+    ) -> Callable[[float], None]:
+        """Ask for one layer of blocks, on the calling thread's current stream.
 
         Args:
             layer: tiered layer.
@@ -260,106 +254,78 @@ class Mover:
             scratch: encoded planes for as many blocks, on the computing device; None for the raw codec, which arrives
                 in its destination.
 
+        Returns:
+            What has to be called, before anything is used, when the stream has done that, with the seconds it took:
+            compares the checksums of what arrived, reads again what is wrong, decodes, and counts. It raises what
+            `fetch` raises.
+
         Raises:
             ChecksumError: a block is wrong in every tier that has it.
             ColdTierError: a block cannot be read from any tier that has it.
         """
-        for first, count, tier in _by_tier(blocks):
-            started = time.perf_counter()
-            some = blocks[first : first + count]
-            k_part, v_part = k_out[:, first : first + count], v_out[:, first : first + count]
-            planes = (k_part, v_part) if scratch is None else tuple(p[:, :count] for p in scratch)
-            self._read_verified(layer, some, tier, planes)
-            if scratch is not None:
-                self._codec.decode(planes, k_part, v_part)
-            self._counters.moved(
-                tier,
-                "hot",
-                some,
-                total_bytes=self.row_bytes[layer] * count,
-                seconds=time.perf_counter() - started,
-                started=started,
-                reason="stream",
-                layer=layer,
-                count=count / len(self._layers),
-            )
-
-    def _read_verified(self, layer: int, blocks: Sequence[Block], tier: str, out: Planes) -> None:
-        try:
-            self._tiers[tier].read(layer, [_slot(block, tier) for block in blocks], out)
-        except ColdTierError as failure:
-            self._counters.failed(tier=1)
-            self._tell(tier, failure)
-            for index, block in enumerate(blocks):
-                self._read_again(layer, block, tier, tuple(p[:, index : index + 1] for p in out))
-            return
-        for index, error in self._wrong_blocks(layer, blocks, tier, out):
-            self._tell(tier, error)
-            self._read_again(layer, blocks[index], tier, tuple(p[:, index : index + 1] for p in out))
-
-    def _wrong_blocks(
-        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
-    ) -> list[tuple[int, ChecksumError]]:
-        """Of blocks whose bytes, as arrived, are not the bytes that were stored: index and error; counted."""
-        if self._verify == "off":
-            return []
-        # In another tier it lies as other bytes, which nobody has looked at yet.
-        if self._verify == "first" and all((tier, block.id, layer) in self._seen for block in blocks):
-            return []
-        arrived = self.checksummer.checksum(planes).tolist()
-        wrong = [
-            (i, ChecksumError(block=block.id, layer=layer, tier=tier, wanted=block.checksums[layer] or 0, got=got))
-            for i, (block, got) in enumerate(zip(blocks, arrived, strict=True))
-            if block.checksums[layer] != got
+        parts = [
+            self._ask(layer, blocks[first : first + count], first, tier, scratch or (k_out, v_out))
+            for first, count, tier in _by_tier(blocks)
         ]
-        self._counters.verified(len(blocks) - len(wrong))
-        if wrong:
-            self._counters.failed(checksum=len(wrong))
-        elif self._verify == "first":
-            self._seen.update((tier, block.id, layer) for block in blocks)
-        return wrong
 
-    def _read_again(self, layer: int, block: Block, tier: str, out: Planes) -> None:
-        """Read one block once more, then from the other tier that has it; raise when none gives the right bytes."""
-        error: ChecksumError | ColdTierError | None = None
-        for source in (tier, *(t for t in LOWER if t != tier and getattr(block, t) is not None)):
-            self._counters.failed(retries=1)
-            try:
-                self._tiers[source].read(layer, [_slot(block, source)], out)
-            except ColdTierError as failure:
-                self._counters.failed(tier=1)
-                error = self._unreadable(block, layer, source, failure)
-                continue
-            wrong = self._wrong_blocks(layer, [block], source, out)
-            if not wrong:
-                return
-            error = wrong[0][1]
-        if error is not None:
-            raise error
+        def arrived(seconds: float) -> None:
+            asking_seconds = sum(part.asking_seconds for part in parts) or 1.0
+            for part in parts:
+                checked = time.perf_counter()
+                part.check()
+                if scratch is not None:
+                    where = slice(part.first, part.first + len(part.blocks))
+                    self._codec.decode(part.planes, k_out[:, where], v_out[:, where])
+                its_seconds = seconds * part.asking_seconds / asking_seconds
+                if not self._device.up.overlaps_finish:
+                    its_seconds += time.perf_counter() - checked
+                self._counters.moved(
+                    part.tier,
+                    "hot",
+                    part.blocks,
+                    total_bytes=self.row_bytes[layer] * len(part.blocks),
+                    seconds=its_seconds,
+                    started=part.started,
+                    reason="stream",
+                    layer=layer,
+                    count=len(part.blocks) / len(self._layers),
+                )
 
-    def _unreadable(self, block: Block, layer: int, tier: str, failure: ColdTierError) -> ColdTierError:
-        """The tier's own error, with the block and the layer that were wanted."""
-        error = ColdTierError(
-            f"Block {block.id}, layer {layer} cannot be read from {tier}.",
-            wanted=f"{self.row_bytes[layer]} bytes with checksum {(block.checksums[layer] or 0) & (2**64 - 1):#018x}",
-            got=f"{failure.what} {failure.got}",
-            change=failure.change,
-        )
-        error.__cause__ = failure
-        return error
+        return arrived
 
-    def _tell(self, tier: str, failure: ChecksumError | ColdTierError) -> None:
-        """Warn of the first failure of a tier; all are counted."""
-        if tier not in self._told:
-            self._told.add(tier)
-            what = f"{failure.what} Wanted: {failure.wanted}. Got: {failure.got}."
-            logger.warning("tieredkv: %s fails at times, and what fails is tried again: %s", tier, what)
+    def _ask(self, layer: int, blocks: Sequence[Block], first: int, tier: str, planes: Planes) -> _Part:
+        """Read neighbouring blocks from one tier into their places among `planes`."""
+        started = time.perf_counter()
+        own = tuple(plane[:, first : first + len(blocks)] for plane in planes)
+        check = self._reads.read(layer, blocks, tier, own, non_blocking=True)
+        return _Part(first, blocks, tier, own, check, started, time.perf_counter() - started)
 
     def forget(self, block: Block) -> None:
         """A block was freed: drop what was remembered about it."""
-        if self._verify == "first":
-            layers = range(len(self._layers))
-            self._seen -= {(tier, block.id, layer) for tier in LOWER for layer in layers}
+        self._reads.forget(block)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some blocks of one tier on their way up.
+
+    Args:
+        first: index of the first of them among the blocks of the fetch.
+        blocks: the blocks.
+        tier: where they are read.
+        planes: where they arrive, as stored.
+        check: compares them once they are there.
+        started: `time.perf_counter()` when they were asked for.
+        asking_seconds: what that took the host.
+    """
+
+    first: int
+    blocks: Sequence[Block]
+    tier: str
+    planes: Planes
+    check: Check
+    started: float
+    asking_seconds: float
 
 
 def read_regions(blocks: Sequence[Block]) -> list[Region]:
@@ -370,13 +336,6 @@ def read_regions(blocks: Sequence[Block]) -> list[Region]:
 def read_from(block: Block) -> str:
     """The tier from which a block that is not hot is read: the fastest that stores it."""
     return next((tier for tier in LOWER if getattr(block, tier) is not None), LOWER[-1])
-
-
-def _slot(block: Block, tier: str) -> int:
-    slot = getattr(block, tier)
-    if not isinstance(slot, int):
-        raise LookupError(f"block {block.id} is not in {tier}")
-    return slot
 
 
 def _by_tier(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:

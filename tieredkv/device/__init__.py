@@ -11,7 +11,7 @@ import torch
 from tieredkv.device.base import Device, Region, Stream
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.cpu import CpuDevice
-from tieredkv.device.cuda import CudaDevice
+from tieredkv.device.cuda import CudaDevice, has_flash
 from tieredkv.device.event import Event
 from tieredkv.device.ledger import LEDGER, Ledger
 from tieredkv.device.simulated import SimulatedAccelerator, Traced
@@ -30,6 +30,7 @@ __all__ = [
     "Stream",
     "Traced",
     "device_for",
+    "has_flash",
 ]
 
 

@@ -36,6 +36,9 @@ class Stream(ABC):
         name: "up", "down" or "disk".
     """
 
+    overlaps_finish = False
+    """Whether `finish` runs beside the stream's next operation, and costs the stream no time."""
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -51,6 +54,7 @@ class Stream(ABC):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
+        finish: Callable[[float], object] | None = None,
     ) -> Event:
         """Queue `work` and return at once. Thread-safe.
 
@@ -68,6 +72,9 @@ class Stream(ABC):
             priority: larger goes earlier.
             nbytes: bytes moved, from which a simulated accelerator takes the time.
             garbage: tensors, each overwritten as a whole by `work`, that a simulated accelerator fills with NaN first.
+            finish: called on a thread of the stream with the seconds that `work` took, once all of it is done, on a
+                GPU too; the event comes after it, and has its exception. Operations behind this one do not wait for
+                it, so that a stream of copies never stops for the host to look at what arrived.
 
         Raises:
             ClosedError: the device was closed, or this process was forked from the one that made it.

@@ -33,16 +33,27 @@ class Bounce:
         self._pinned, self._record = pinned, record
         self._rings = {True: _Ring(pinned), False: _Ring(pinned)}
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
-        """Copy a tensor of equal shape and dtype.
+    def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False, *, to_device: bool) -> None:
+        """Copy blocks, `[kv_heads, n, *inner]`, of equal shape and dtype.
 
-        To the device, `source` may be overwritten on return, and `target` is written in the order of the current
-        stream. From the device, `target` is whole on return. What is pinned, or goes to scattered memory, is copied at
-        once.
+        To the device, `target` is written in the order of the current stream, and `source` may be overwritten on
+        return; with `non_blocking` only after the stream's work. From the device, `target` is whole on return. What
+        goes to scattered memory is copied at once.
         """
+        targets, sources = target.unbind(), source.unbind()  # one head's neighbouring slots are contiguous
+        if self._pinned.holds(source if to_device else target):
+            # One after the other without the host in between, which would cost as much as the copies of small heads.
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            if not (to_device and non_blocking):
+                self._record().join()
+            return
+        for head, its_source in zip(targets, sources, strict=True):
+            self._copy(head, its_source, to_device)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
+        """One contiguous stretch through the ring."""
         ring = self._rings[to_device]
-        is_pinned = self._pinned.holds(source if to_device else target)
-        if is_pinned or not target.is_contiguous() or not target.numel():
+        if not target.is_contiguous() or not target.numel():
             target.copy_(source)
             return
         source = source.contiguous()

@@ -24,6 +24,12 @@ from tieredkv.device.worker import Operation, Work, Worker, WorkerDevice, Worker
 T = TypeVar("T")
 
 
+@functools.cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch's own flash attention runs on this GPU: it was built, and is for compute capability 8.0 and up."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 class CudaEvent(Event):
     """Settled once enqueued; done once the GPU is past it."""
 
@@ -124,16 +130,64 @@ def recorded(device: torch.device) -> Event:
     return settled_event(event)
 
 
+class FinishLane:
+    """What follows copies once they are done: on the host, or on a CUDA stream of its own. Used by one worker thread.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+
+    def issue(self, operation: Operation, work: Work) -> None:
+        """Wait for the GPU to do what comes before, do the work, and wait for what it enqueued."""
+        for event in operation.after:
+            event.wait()
+        with torch.cuda.stream(self._stream):
+            try:
+                work()
+            finally:
+                self._stream.synchronize()
+
+
 class CudaStream(WorkerStream):
-    """Copies in one direction."""
+    """Copies in one direction, and a second thread for what follows them: the first one goes on to the next copy."""
+
+    overlaps_finish = True
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._lane = CopyLane(device)
+        self._finisher = Worker(f"{name}-finish", FinishLane(device).issue)
         super().__init__(name, Worker(name, self._lane.issue, self._lane.drain))
+
+    def submit(
+        self,
+        work: Callable[[], object],
+        *,
+        name: str = "",
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: Sequence[Event] = (),
+        priority: int = 0,
+        nbytes: int = 0,
+        garbage: Sequence[torch.Tensor] = (),
+        finish: Callable[[float], object] | None = None,
+    ) -> Event:
+        copied = super().submit(work, name=name, after=after, priority=priority, nbytes=nbytes)
+        if finish is None:
+            return copied
+        event = Event(name)
+        self._finisher.submit(Operation(lambda: finish(copied.seconds), event, (copied,), priority))
+        return event
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return (self.worker, self._finisher)
 
     @property
     def pending(self) -> int:
-        return self.worker.pending + self._lane.count()
+        return self.worker.pending + self._lane.count() + self._finisher.pending
 
     def new_event(self, name: str) -> Event:
         return CudaEvent(name)

@@ -25,7 +25,7 @@ from tieredkv.device.bounce import Bounce
 from tieredkv.device.clocks import Clock, Clocks
 from tieredkv.device.event import Event, settled_event
 from tieredkv.device.memory import Ledger, PinnedMemory, normal_empty, pinned_size
-from tieredkv.device.worker import Operation, Work, Worker, WorkerDevice, WorkerStream
+from tieredkv.device.worker import Operation, Work, Worker, WorkerDevice, WorkerStream, finished
 
 T = TypeVar("T")
 
@@ -121,12 +121,14 @@ class SimulatedStream(WorkerStream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
+        finish: Callable[[float], object] | None = None,
     ) -> Event:
         self.worker.check_open()
         with self._clocks.lock:
             clock = self._clocks.step((self.name, priority), name or self.name, reads, writes, known(after))
             event = ClockedEvent(name, self._clocks, clock)
-            self.worker.submit(Operation(work, event, tuple(after), priority, nbytes, tuple(garbage)))
+            whole = finished(work, finish, event)
+            self.worker.submit(Operation(whole, event, tuple(after), priority, nbytes, tuple(garbage)))
             if self._trace is not None:
                 self._trace.append(Traced(self.name, name, tuple(reads), tuple(writes)))
         return event

@@ -259,6 +259,18 @@ def give_torch_one_core() -> None:
         restore.join()
 
 
+def finished(work: Work, finish: Callable[[float], object] | None, event: Event) -> Work:
+    """The work and, where what it does is done when it returns, what is to follow it."""
+    if finish is None:
+        return work
+
+    def both() -> None:
+        work()
+        finish(time.perf_counter() - event.started_at)
+
+    return both
+
+
 class WorkerStream(Stream):
     """A stream in front of one worker."""
 
@@ -281,10 +293,16 @@ class WorkerStream(Stream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
+        finish: Callable[[float], object] | None = None,
     ) -> Event:
         event = self.new_event(name)
-        self.worker.submit(Operation(work, event, tuple(after), priority, nbytes))
+        self.worker.submit(Operation(finished(work, finish, event), event, tuple(after), priority, nbytes))
         return event
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Its threads."""
+        return (self.worker,)
 
     def new_event(self, name: str) -> Event:
         """The event of the next operation."""
@@ -296,7 +314,7 @@ class WorkerDevice(Device):
 
     def __init__(self, up: WorkerStream, down: WorkerStream, disk: WorkerStream) -> None:
         self.up, self.down, self.disk = up, down, disk
-        self._workers = (up.worker, down.worker, disk.worker)
+        self._workers = (*up.workers, *down.workers, *disk.workers)
         self._pid = os.getpid()
         weakref.finalize(self, _stop_all, self._workers, self._pid)
 

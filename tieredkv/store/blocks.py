@@ -309,6 +309,7 @@ class BlockStore(MoveQueue):
             ChecksumError, ColdTierError: it cannot be had.
         """
         part = slice(slot, slot + 1)
+        arriving: list[Callable[[float], None]] = []
 
         def load() -> None:
             for layer in range(len(self.layers)):
@@ -316,13 +317,18 @@ class BlockStore(MoveQueue):
                 scratch = None
                 if not self.codec.lossless:
                     scratch = tuple(plane.empty(1, k_pool.device) for plane in self.mover.planes[layer])
-                self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch)
+                arriving.append(self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch))
+
+        def finish(seconds: float) -> None:
+            for arrived in arriving:
+                arrived(seconds / len(arriving))
 
         self._used_hot.add(slot)
         if not self.codec.lossless:
             self.decoded.add(block.id)
         self.device.up.submit(
             load,
+            finish=finish,
             reads=read_regions([block]),
             writes=[("hot", slot)],
             after=[self.device.record()],

@@ -74,10 +74,8 @@ class _Whole:
             part = slice(run.start, run.start + run.tokens)
             self._put(run.rows, run.position, k_flat[:, part], v_flat[:, part], [("hot", b.hot) for b in run.blocks])
         for run in warm_runs:
-            views = None if store.warm is None else store.warm.run(self._layer, run.start // size, len(run.blocks))
-            if views is not None:
-                k, v = (view.flatten(1, 2) for view in views)
-                self._put(run.rows, run.position, k, v, [("warm", b.warm) for b in run.blocks])
+            k, v = (view.flatten(1, 2) for view in store.warm_run(self._layer, run.start // size, len(run.blocks)))
+            self._put(run.rows, run.position, k, v, [("warm", b.warm) for b in run.blocks])
         for index, chunk in enumerate(chunks):
             with store.prefetcher.chunk(range(len(store.layers)), chunks, self._layer, index) as (k, v, buffer):
                 self._put(chunk.rows, chunk.position, k, v, [("stage", buffer)])

@@ -36,8 +36,8 @@ def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
     return joined
 
 
-Copy = Callable[[torch.Tensor, torch.Tensor], None]
-"""(target, source): copies one tensor in the order of the current stream."""
+Copy = Callable[[torch.Tensor, torch.Tensor, bool], None]
+"""(target, source, non_blocking): copies blocks `[kv_heads, n, *inner]` in the order of the current stream."""
 
 
 def copy_blocks(
@@ -46,17 +46,17 @@ def copy_blocks(
     """Copy blocks between two tensors `[kv_heads, n, *inner]` of equal shape and dtype, of any stride.
 
     With `non_blocking` the target is safe to read, and the source to overwrite, only after the current stream's work;
-    with `through`, which copies one head at a time, the same holds for the target.
+    with `through` the same holds for a target on another device in any case.
     """
-    if through is None and target.device == source.device:
+    if through is not None:
+        through(target, source, non_blocking)
+        return
+    if target.device == source.device:
         target.copy_(source, non_blocking=non_blocking)
         return
     # Between devices a strided copy goes through temporary buffers; one head's neighbouring slots are contiguous.
     for head in range(target.shape[0]):
-        if through is None:
-            target[head].copy_(source[head], non_blocking=non_blocking)
-        else:
-            through(target[head], source[head])
+        target[head].copy_(source[head], non_blocking=non_blocking)
 
 
 class Tier(ABC):
