@@ -105,3 +105,11 @@ def test_a_path_becomes_cold_settings(tmp_path: Path) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         CacheSettings().window = 5  # type: ignore[misc]
+
+
+def test_a_chunk_on_a_gpu_is_large_enough_for_its_link() -> None:
+    settings = CacheSettings()
+    assert settings.most_chunk_tokens(1024, on_gpu=False) == 2048
+    assert settings.most_chunk_tokens(1024, on_gpu=True) == 16384
+    assert settings.most_chunk_tokens(1 << 20, on_gpu=True) == 2048
+    assert CacheSettings(chunk_tokens=64).most_chunk_tokens(1024, on_gpu=True) == 64

@@ -24,6 +24,10 @@ Beyond = Literal["demote", "drop"]
 BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
 
+CHUNK_TOKENS = 2048
+GPU_CHUNK_BYTES = 16 * 2**20
+"""What a staging buffer holds unless `chunk_tokens` says otherwise."""
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
@@ -141,7 +145,9 @@ class CacheSettings:
         write_down_at: share of the hot slots above which blocks outside the window are copied down ahead of need.
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
         kernel: "auto" chooses by device, dtype and shape; the others force one kernel.
-        chunk_tokens: most tokens of one row that one staging buffer holds.
+        chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
+            None for 2,048, and on a GPU as many as are 16 MiB of a layer if that is more: what a chunk costs the host
+            there, a fast link needs for some megabytes.
         staging_buffers: staging buffers, at least 2 (one being attended, one on its way).
         max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
         log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).
@@ -172,7 +178,7 @@ class CacheSettings:
     write_down_at: float = 0.5
     read_in_place: bool = True
     kernel: Kernel = "auto"
-    chunk_tokens: int = 2048
+    chunk_tokens: int | None = None
     staging_buffers: int = 2
     max_tokens: int | None = None
     log_moves: bool = False
@@ -215,7 +221,7 @@ class CacheSettings:
                 got=f"write_down_at={self.write_down_at}, watermark={self.watermark}",
                 change="watermark=0.85, write_down_at=0.5",
             )
-        if self.staging_buffers < 2 or self.chunk_tokens < 1:
+        if self.staging_buffers < 2 or (self.chunk_tokens is not None and self.chunk_tokens < 1):
             raise ConfigError(
                 "Streaming needs two buffers of at least a token.",
                 wanted="staging_buffers >= 2 and chunk_tokens >= 1",
@@ -266,6 +272,12 @@ class CacheSettings:
                 got=f"sinks={self.sinks}, queue_blocks={self.queue_blocks}, moves_per_forward={self.moves_per_forward}",
                 change="leave them at their defaults",
             )
+
+    def most_chunk_tokens(self, token_bytes: int, *, on_gpu: bool) -> int:
+        """Most tokens of a staging buffer, where a token takes `token_bytes` in the largest layer."""
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        return max(CHUNK_TOKENS, GPU_CHUNK_BYTES // token_bytes if on_gpu else 0)
 
     @property
     def sink_blocks(self) -> int:

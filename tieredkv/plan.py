@@ -123,7 +123,7 @@ class ForwardPlan:
 
     Args:
         number: the forward's number in its store, for `last_access`.
-        past: tokens of each row before the forward.
+        past: tokens of each row before the forward; where rows differ, of the longest.
         new: tokens of each row that the forward adds.
         rows: batch rows.
         hot_runs: past tokens that lie in the hot pool.
@@ -132,10 +132,7 @@ class ForwardPlan:
         hot_writes: where new tokens go in the hot pool.
         through_writes: new blocks that go straight to a lower tier.
         write_index: for one new token in each of several rows: token index in the hot pool, int64 [rows].
-        row_slots: for one new token in each row: per row the hot slots of all its tokens, the new one included,
-            when all of them are hot; else None.
         visibility: where some past or new tokens are hidden from some of several new ones; else None.
-        row_tokens: tokens of each row after the forward, where rows differ; then `past` is that of the longest.
         ring: chunks of all plans that one forward reads in turn, where there are several; None: `chunks`.
         ring_first: where this plan's chunks begin in `ring`.
         version: the store's version when the reads were worked out.
@@ -152,8 +149,6 @@ class ForwardPlan:
     hot_writes: tuple[HotWrite, ...] = ()
     through_writes: tuple[ThroughWrite, ...] = ()
     write_index: torch.Tensor | None = None
-    row_slots: tuple[tuple[int, ...], ...] | None = None
-    row_tokens: tuple[int, ...] | None = None
     ring: tuple[Chunk, ...] | None = None
     ring_first: int = 0
     visibility: Visibility | None = None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from emulated_cuda import EmulatedGpu, compiled_flex
 
-from benchmarks import harness
+from benchmarks import decode_cuda, harness
+from tieredkv.attention.kernels import FlexKernels
 
 FILES = Path(harness.__file__).parent
 QUICK = {"capacity", "block_size", "memory", "serving"}
@@ -53,3 +56,17 @@ def test_every_question_is_run_by_make_bench() -> None:
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(path.read_text()).body)
     }
     assert with_main - {"pages"} == set(questions())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_is_measured_on_a_gpu_runs_on_an_emulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part fails, and what is exact there is exact here: a lent GPU is not for finding mistakes in the script."""
+    monkeypatch.setattr(FlexKernels, "get", compiled_flex)
+    monkeypatch.setattr(FlexKernels, "returns_lse", lambda self, device: True)
+    with torch.no_grad(), EmulatedGpu(eagerness=1.0):
+        rows = decode_cuda.run("cuda", quick=True)
+    failed = [row.measure for row in rows if row.measure.startswith("part")]
+    assert not failed, failed[0]
+    exact = [row for row in rows if "logits" in row.measure]
+    assert len(exact) == 2 and all(row.reached for row in exact)
+    assert any("share of the pinned bandwidth" in row.measure and row.value > 0 for row in rows)

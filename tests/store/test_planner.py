@@ -113,10 +113,9 @@ def test_neighbouring_slots_are_written_and_read_as_one() -> None:
     assert len(plan.hot_writes) == 1
     plan = forward(store, holder, 2)
     assert [(run.position, run.tokens) for run in plan.hot_runs] == [(0, 60)]
-    assert plan.row_slots is None
     plan = forward(store, holder, 1)
     assert [(run.position, run.tokens) for run in plan.hot_runs] == [(0, 63)], "with the new token"
-    assert plan.row_slots == (tuple(block.hot for block in holder.table.rows[0]),)
+    assert plan.hot_runs[0].blocks == tuple(holder.table.rows[0])
     store.close()
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tieredkv.attention.call import LayerCall
 from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket
-from tieredkv.attention.lse import Partial, merge, nothing_seen
+from tieredkv.attention.lse import Partial, fold, merge, nothing_seen
 from tieredkv.attention.over_pools import Placed, PoolAttention
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.attention.windowed import Pieces, WindowedMask, windowed
@@ -117,11 +117,14 @@ class Engine:
     # ---- one compiled call over the pool
 
     def _wants_flex(self, plan: ForwardPlan, call: LayerCall) -> bool:
-        """Whether one flex call serves the step: shapes and settings decide, never the state of a compiler."""
+        """Whether one flex call serves what is hot: shapes and settings decide, never the state of a compiler."""
         kernel = self.store.settings.kernel
-        if plan.row_slots is None or call.softcap is not None or kernel in ("flash", "plain"):
+        if plan.new != 1 or not plan.hot_runs or plan.warm_runs:
             return False
-        if call.sinks is not None and not self._kernels.returns_lse(call.query.device):
+        if call.softcap is not None or kernel in ("flash", "plain"):
+            return False
+        merged = call.sinks is not None or bool(plan.chunks)
+        if merged and not self._kernels.returns_lse(call.query.device):
             return False
         if kernel == "flex" or call.query.device.type != "cpu":
             return True
@@ -131,16 +134,21 @@ class Engine:
 
     def _flex(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> torch.Tensor:
         k_pool, v_pool = self.store.hot.planes[call.layer]
-        tiles = self._tiles_for(plan, call, starts)
+        tiles, merged = self._tiles_for(plan, call, starts), call.sinks is not None or bool(plan.chunks)
 
         def work() -> tuple[torch.Tensor, torch.Tensor | None]:
-            return tiles.attend(call.query, k_pool, v_pool, scale=call.scale, lse=call.sinks is not None)
+            return tiles.attend(call.query, k_pool, v_pool, scale=call.scale, lse=merged)
 
-        slots = {slot for row in plan.row_slots or () for slot in row} if self._simulated else ()
+        slots = {block.hot for run in plan.hot_runs for block in run.blocks} if self._simulated else ()
         out, lse = self.store.device.run(work, reads=[("hot", slot) for slot in slots], name="flex")
-        if call.sinks is None or lse is None:
+        if lse is None:
             return out
-        return merge([Partial(out.to(lse.dtype), lse)], sinks=call.sinks, dtype=call.query.dtype)
+        hot = Partial(out.to(lse.dtype), lse)
+        if not plan.chunks:
+            return merge([hot], sinks=call.sinks, dtype=call.query.dtype)
+        by_row = [[Partial(hot.out[row : row + 1], lse[row : row + 1])] for row in range(plan.rows)]
+        self._over_chunks(plan, call, starts, by_row)
+        return self._merged(call, by_row)
 
     def _tiles_for(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> FlexTiles:
         """The block lists for this layer's KV heads, made once per forward and used by every layer like it."""
@@ -161,9 +169,7 @@ class Engine:
             )
             self._tiles[(kv_heads, device)] = found
         if found.stale:
-            totals = plan.row_tokens or (plan.total,) * plan.rows
-            rows = zip(plan.row_slots or (), totals, starts, strict=True)
-            found.update([TileRow(*row) for row in rows])
+            found.update(_tile_rows(plan, starts))
             found.stale = False
         return found
 
@@ -210,6 +216,12 @@ class Engine:
 
                 work = functools.partial(_add_run, plan, call, starts, chunk.rows, chunk.position, k, v, parts)
                 self.store.device.run(work, reads=region, name="attend chunk")
+            if plan.new > 1:  # partials of many tokens are large: one for each row, not one for each chunk
+                for row in chunk.rows:
+                    while len(parts[row]) > 1:
+                        parts[row][0] = fold(parts[row][0], parts[row].pop())
+        for partials in parts if plan.new > 1 else ():
+            partials[:] = [Partial(out, lse.to(out.dtype)) for out, lse in partials]
 
     def _with_new(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
@@ -237,6 +249,17 @@ class Engine:
             ]
         rows = [merge([*row, new], sinks=call.sinks, dtype=q.dtype) for row, new in zip(parts, news, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _tile_rows(plan: ForwardPlan, starts: Sequence[int]) -> list[TileRow]:
+    """Each row's hot blocks as if nothing lay between them, which makes no difference to a token that sees them all."""
+    rows = []
+    for row, start in enumerate(starts):
+        runs = sorted((run for run in plan.hot_runs if row in run.rows), key=lambda run: run.position)
+        slots = [block.hot for run in runs for block in run.blocks if block.hot is not None]
+        hidden = sum(min(max(start - run.position, 0), run.tokens) for run in runs)
+        rows.append(TileRow(slots, sum(run.tokens for run in runs), hidden))
+    return rows
 
 
 def _add_slice(

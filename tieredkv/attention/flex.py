@@ -171,7 +171,7 @@ class FlexTiles:
             *(self.device, q.dtype, self.kv_heads, packed_queries, queries, k_dim, v_dim, self.rows, self.slots),
             *(self.block_size, scale, lse, q.is_inference(), k_pool.is_inference(), torch.is_inference_mode_enabled()),
         )
-        kernel = self.kernels.get(key, self.device, lse=lse)
+        kernel = self.kernels.get(key, self.device, q.dtype, self.block_size, lse=lse)
         if kernel is None:
             return self._plain(q, k_pool, v_pool, scale, lse)
         # From two dimensions to four, so that strides are always the same ones.
@@ -231,12 +231,13 @@ class FlexTiles:
         arrays.logical[index, listed] = self._numbers[first : len(slots)]
 
     def _upload(self, lists_changed: bool) -> None:
-        self._arrays.bounds.copy_(self._host.bounds)
+        # CUDA takes pageable memory along before it returns: the host neither waits nor has to keep it as it is.
+        self._arrays.bounds.copy_(self._host.bounds, non_blocking=True)
         if lists_changed:
             width = int(self._numpy.counts.max())
-            self._arrays.cut[:, :width].copy_(self._host.cut[:, :width])
-            self._arrays.counts.copy_(self._host.counts)
-            self._arrays.logical.copy_(self._host.logical)
+            self._arrays.cut[:, :width].copy_(self._host.cut[:, :width].contiguous(), non_blocking=True)
+            self._arrays.counts.copy_(self._host.counts, non_blocking=True)
+            self._arrays.logical.copy_(self._host.logical, non_blocking=True)
 
     def _mask(self, packed_queries: int) -> BlockMask:
         """The block mask over the tensors of these tiles: made once, the tensors change under it."""

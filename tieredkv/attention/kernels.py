@@ -45,19 +45,26 @@ class FlexKernels:
         """How many graphs were compiled so far, the LSE probes aside."""
         return self._graphs
 
-    def get(self, key: Hashable, device: torch.device, *, lse: bool) -> Kernel | None:
+    def get(
+        self, key: Hashable, device: torch.device, dtype: torch.dtype, block_size: int, *, lse: bool
+    ) -> Kernel | None:
         """The callable for one combination of static shapes, or None where the cap leaves it to the plain partials.
 
         Args:
             key: everything that makes a graph of its own.
             device: where the kernel will run.
+            dtype: of q, k and v.
+            block_size: tokens of a block, a multiple of 16.
             lse: whether the LSE is asked of it.
         """
         try:
             return self._kernels[key]
         except KeyError:
             pass
-        kernel = _compile(len(self._kernels), device, lse, self._count) if self._graphs < self.cap else None
+        kernel = None
+        if self._graphs < self.cap:
+            options = options_for(device, dtype, block_size)
+            kernel = _compile(len(self._kernels), options, lse, self._count)
         if kernel is None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -83,11 +90,23 @@ class FlexKernels:
         self._graphs += 1
 
 
-def _compile(number: int, device: torch.device, lse: bool, count: Callable[[], None]) -> Kernel:
+def options_for(device: torch.device, dtype: torch.dtype, block_size: int) -> FlexKernelOptions:
+    """What the templates are told of one device, dtype and block size (a multiple of 16).
+
+    Lowered for GPUs of compute capability 8.0 to 9.0, torch's own choices refuse blocks of 48 or 80 tokens, since a
+    tile is a power of two and has to divide the block; keep two KiB and more of fp32 work per thread in memory for want
+    of registers; and take fp32 for TF32 where the process allows that to matrix products.
+    """
+    if device.type == "cpu":
+        # A partition that no block divides keeps the CPU from its template for single queries, which walks the whole
+        # pool when rows are ragged.
+        return cast(FlexKernelOptions, {"PARTITION_SIZE": 1})
+    tile = min(16 if dtype == torch.float32 else 64, block_size & -block_size)
+    return cast(FlexKernelOptions, {"BLOCK_N": tile, "num_warps": 4, "FLOAT32_PRECISION": "'ieee'"})
+
+
+def _compile(number: int, options: FlexKernelOptions, lse: bool, count: Callable[[], None]) -> Kernel:
     """A callable with a code object of its own, since torch counts recompilations per code object."""
-    # A partition that no block divides keeps the CPU from its template for single queries, which walks the whole pool
-    # when rows are ragged.
-    options = cast(FlexKernelOptions, {"PARTITION_SIZE": 1} if device.type == "cpu" else {})
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float) -> Result:
         if not lse:
@@ -128,7 +147,7 @@ def _probe_lse(device: torch.device) -> bool:
     q, k = torch.zeros(1, 1, 16, 64, device=device), torch.zeros(1, 1, 128, 64, device=device)
     try:
         with torch.no_grad():
-            _compile(0, device, True, lambda: None)(q, k, k, mask, 1.0)
+            _compile(0, options_for(device, q.dtype, 128), True, lambda: None)(q, k, k, mask, 1.0)
     except RuntimeError:  # NotImplementedError is one
         return False
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tieredkv.attention import flash
+from tieredkv.attention import flash, flash_gpu
 from tieredkv.attention.lse import Partial, accumulator, merge_partials, nothing_seen
 from tieredkv.attention.plain import plain
 
@@ -38,6 +38,8 @@ def dense(
     queries = q.shape[2]
     if queries == 1 and softcap is None:
         return _single(q, k, v, scale, bias)
+    if queries and flash_gpu.serves(q, k.shape[3], v.shape[3], softcap, bias):
+        return flash_gpu.attend(q, k, v, scale, causal)
     if queries == 0 or not flash.serves(q, k.shape[3], v.shape[3], softcap):
         return plain(q, k, v, scale=scale, causal=causal, bias=bias, softcap=softcap)
     if bias is not None and causal:
@@ -73,6 +75,8 @@ def over_run_parts(
     queries, tokens = q.shape[2], k.shape[1]
     if tokens == 0 or queries == 0:
         return [nothing_seen(q, v.shape[2])]
+    if flash_gpu.serves(q, k.shape[2], v.shape[2], softcap, bias):
+        return [flash_gpu.attend_run(q, k, v, scale)]
     if not flash.serves(q, k.shape[2], v.shape[2], softcap):
         return [plain(q, k.unsqueeze(0), v.unsqueeze(0), scale=scale, bias=bias, softcap=softcap)]
     if bias is not None and queries > 1:  # packed, the bias would have to be copied for each head of the group

@@ -347,7 +347,6 @@ def _together(plans: Sequence[ForwardPlan], store: BlockStore) -> ForwardPlan:
         HotWrite(row, 0, write.start, write.tokens) for row, plan in enumerate(plans) for write in plan.hot_writes
     ]
     index = torch.tensor([write.start for write in writes], dtype=torch.int64, device=store.device.torch_device)
-    slots = [plan.row_slots[0] for plan in plans if plan.row_slots is not None]
     return ForwardPlan(
         number=max(plan.number for plan in plans),
         past=max(plan.past for plan in plans),
@@ -358,7 +357,5 @@ def _together(plans: Sequence[ForwardPlan], store: BlockStore) -> ForwardPlan:
         chunks=tuple(chunks.values()),
         hot_writes=tuple(writes),
         write_index=index,
-        row_slots=tuple(slots) if len(slots) == len(plans) else None,
-        row_tokens=tuple(plan.total for plan in plans),
         version=store.version,
     )

@@ -93,12 +93,14 @@ def _staging_bytes(layers: Sequence[LayerKV], hot_bytes: int, encoding: Encoding
     """Bytes of all staging buffers: each holds some blocks of one layer, and their encoded form when that differs."""
     settings = CacheSettings()
     codecs = ("raw",) if encoding.codec == "raw" else ("raw", encoding.codec)
+    growing = [layer for layer in layers if layer.grows]
     each = settings.staging_buffers * max(
         sum(encoded_block_bytes(layer, codec, encoding.block_size, encoding.dtype).total_bytes for codec in codecs)
-        for layer in layers
-        if layer.grows
+        for layer in growing
     )
-    most_blocks = max(1, settings.chunk_tokens // encoding.block_size)
+    raw_bytes = max(encoded_block_bytes(x, "raw", encoding.block_size, encoding.dtype).total_bytes for x in growing)
+    most_tokens = settings.most_chunk_tokens(raw_bytes // encoding.block_size, on_gpu=True)
+    most_blocks = max(1, most_tokens // encoding.block_size)
     return each * max(1, min(max(0, hot_bytes) // _STAGING_SHARE // each, most_blocks))
 
 

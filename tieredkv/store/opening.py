@@ -85,7 +85,8 @@ class Budget:
         each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * settings.staging_buffers
         chunk_blocks = 0
         if has_lower:
-            most = max(settings.chunk_tokens // size, 1)
+            largest_bytes = max(layer.token_bytes for layer in layers)
+            most = settings.most_chunk_tokens(largest_bytes, on_gpu=device.kind == "cuda") // size
             chunk_blocks = max(min(hot_bytes // STAGING_SHARE // each, most), 1)
         slots = max(hot_bytes - each * chunk_blocks, 0) // (token_bytes * size)
         if slots < max(rows, 1):

@@ -40,13 +40,10 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         exact = plan.past // store.block_size * store.block_size
         holder.exact_tokens = exact if holder.exact_tokens is None else min(holder.exact_tokens, exact)
     write_index = None
-    row_slots = None
     if plan.new == 1:
         if plan.rows > 1:
             index = [write.start for write in plan.hot_writes]
             write_index = torch.tensor(index, dtype=torch.int64, device=store.device.torch_device)
-        if not warm_runs and not chunks and not hidden:
-            row_slots = _row_slots(holder, hot_runs)
         holder.reads = (_reads_key(store, plan), hot_runs, warm_runs, chunks) if not hidden else None
     store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)
     store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
@@ -59,7 +56,6 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         warm_runs=warm_runs,
         chunks=chunks,
         write_index=write_index,
-        row_slots=row_slots,
         visibility=visibility,
         version=store.version,
     )
@@ -78,12 +74,6 @@ def _as_before(store: BlockStore, holder: Holder, plan: ForwardPlan, hidden: ran
     *before, last = reads[1]
     longer = Run(last.rows, last.start, plan.total - last.position, last.position, last.blocks)
     return (*before, longer), reads[2], reads[3]
-
-
-def _row_slots(holder: Holder, hot_runs: tuple[Run, ...]) -> tuple[tuple[int, ...], ...]:
-    if len(holder.table) == 1:
-        return (tuple(block.hot for run in hot_runs for block in run.blocks if block.hot is not None),)
-    return tuple(tuple(b.hot for b in row if b.hot is not None) for row in holder.table)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,205 @@
+"""The whole cache on an emulated CUDA GPU, where everything is done as late, and in as odd an order, as is legal."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_cuda import FLASH, EmulatedGpu, compiled_flex
+from support import difference, feed, oracle, small, tiny, tokens
+
+from tieredkv import CacheSettings, TieredCache
+from tieredkv.attention.kernels import FlexKernels
+from tieredkv.device import CudaDevice, Event, cuda
+from tieredkv.tiers import WarmTier
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+PIECES = [100, 30, 1, 1, 1, 13, 1, 1, 1, 1]
+"""A long prompt that is written through, steps that stream, and what comes back from a user."""
+COUNT = sum(PIECES)
+
+
+@contextlib.contextmanager
+def on_gpu(seed: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[tuple[EmulatedGpu, Any, Any]]:
+    """(GPU, model on it, a small cache of it)."""
+    monkeypatch.setattr(FlexKernels, "get", compiled_flex)
+    monkeypatch.setattr(FlexKernels, "returns_lse", lambda self, device: True)
+    model = tiny(changes.pop("name", "llama"), dtype=changes.pop("dtype", torch.float32))
+    if hasattr(model, "set_experts_implementation") and "Experts" in repr(model):
+        model.set_experts_implementation("eager")  # the fused kernel for them is one of CUDA's own
+    given = model if changes.pop("way", "blocks") == "blocks" else model.config
+    with EmulatedGpu(seed) as gpu, CudaDevice("cuda:0") as device:
+        gpu.put_module(model)
+        with small(given, changes.pop("cold", None), **{"warm": "600 tokens", "device": device, **changes}) as cache:
+            yield gpu, model, cache
+
+
+def logits(gpu: EmulatedGpu, model: Any, cache: TieredCache) -> torch.Tensor:
+    return gpu.get(feed(model, gpu.put(tokens(COUNT)), cache, PIECES))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("changes", [{}, {"way": "gather"}, {"warm": "32 tokens"}], ids=["warm", "gather", "cold"])
+def test_logits_are_those_without_a_cache(
+    monkeypatch: pytest.MonkeyPatch, cold_dir: Path, seed: int, changes: dict[str, Any]
+) -> None:
+    cold = cold_dir if "warm" in changes else None
+    with on_gpu(seed, monkeypatch, cold=cold, **changes) as (gpu, model, cache):
+        assert difference(logits(gpu, model, cache), oracle(tokens(COUNT))) < 2e-5
+        assert cache.stats().decode.streamed_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gptoss", "gemma3", "gemma2"])
+def test_rows_with_padding_sinks_and_windows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ids = tokens(COUNT, rows=3)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    wanted = oracle(ids, name, mask=mask)
+    got = []
+    with on_gpu(1, monkeypatch, name=name, warm="200 tokens") as (gpu, model, cache), torch.no_grad():
+        last = 0
+        for piece in PIECES:
+            first, last = last, last + piece
+            part, seen, at = (gpu.put(x) for x in (ids[:, first:last], mask[:, :last], positions[:, first:last]))
+            got.append(gpu.get(model(part, attention_mask=seen, position_ids=at, past_key_values=cache).logits))
+        assert cache.mode == "blocks" and cache.stats().decode.streamed_bytes > 0
+    assert difference(torch.cat(got, 1)[mask.bool()], wanted[mask.bool()]) < 2e-5
+
+
+def test_what_is_dropped_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window and sinks, with nothing between them: the same as where the native kernel attends."""
+    settings = CacheSettings(sinks=16, window=32, beyond="drop")
+    changes: dict[str, Any] = {"settings": settings, "window": 32, "warm": 0, "hot": "224 tokens"}
+    model = tiny()
+    with small(model, None, **changes) as cache:
+        wanted = feed(model, tokens(COUNT), cache, PIECES)
+    with on_gpu(2, monkeypatch, **changes) as (gpu, model, cache):
+        assert difference(logits(gpu, model, cache), wanted) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_attended_by_the_flash_operator(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    exact = oracle(tokens(COUNT), dtype=torch.float64)
+    stock = difference(oracle(tokens(COUNT), dtype=dtype), exact)
+    with on_gpu(0, monkeypatch, dtype=dtype) as (gpu, model, cache):
+        assert difference(logits(gpu, model, cache), exact) < 2 * stock
+        assert gpu.asked[FLASH] > 0 and cache.stats().decode.streamed_bytes > 0
+
+
+def test_a_step_stops_the_host_for_nothing_but_what_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_gpu(0, monkeypatch) as (gpu, model, cache):
+        ids = gpu.put(tokens(COUNT + 4))
+        with torch.no_grad():
+            model(ids[:, :COUNT], cache=cache)
+            model(ids[:, COUNT : COUNT + 1], cache=cache)
+            gpu.host_waits.clear()
+            for step in range(1, 4):
+                model(ids[:, COUNT + step : COUNT + step + 1], cache=cache)
+        # Neither what computes nor what copies stops for a value: only what compares checksums does.
+        assert {thread for thread, _ in gpu.host_waits} <= {"tieredkv-up-finish"}
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_what_arrives_wrong_is_read_again_before_it_is_used(monkeypatch: pytest.MonkeyPatch, lossy: bool) -> None:
+    read, wrong = WarmTier.read, [3]
+
+    def at_times_wrong(self: WarmTier, layer: int, slots: Any, out: Any, *, non_blocking: bool = False) -> None:
+        read(self, layer, slots, out, non_blocking=non_blocking)
+        if non_blocking and wrong[0]:
+            wrong[0] -= 1
+            out[1][:, -1:].view(torch.int8).add_(1)
+
+    codec: dict[str, Any] = {"codec": "int8"} if lossy else {}
+    with on_gpu(1, monkeypatch, **codec) as (gpu, model, cache):
+        wanted = logits(gpu, model, cache)
+    monkeypatch.setattr(WarmTier, "read", at_times_wrong)
+    with on_gpu(2, monkeypatch, **codec) as (gpu, model, cache):
+        got = logits(gpu, model, cache)
+        stats = cache.stats()
+    assert wrong == [0] and (stats.checksum_failures, stats.retries) == (3, 3)
+    assert torch.equal(got, wanted)
+
+
+def without_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is enqueued behind nothing."""
+    issue = cuda.CopyLane.issue
+
+    def hasty(self: Any, operation: Any, work: Any) -> None:
+        for event in operation.after:
+            Event.join(event)
+        operation.after = ()
+        issue(self, operation, work)
+
+    monkeypatch.setattr(cuda.CopyLane, "issue", hasty)
+
+
+def without_waiting_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a copy goes on when it is enqueued."""
+    monkeypatch.setattr(cuda.CudaEvent, "join", Event.join)
+    monkeypatch.setattr(cuda.CudaEvent, "done", Event.done)
+
+
+def without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after computing does not."""
+    monkeypatch.setattr(CudaDevice, "record", lambda self: cuda.settled_event(Event("record")))
+
+
+def without_waiting_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived is compared when its copy is enqueued."""
+    issue = cuda.FinishLane.issue
+
+    def hasty(self: Any, operation: Any, work: Any) -> None:
+        for event in operation.after:
+            Event.join(event)
+        operation.after = ()
+        issue(self, operation, work)
+
+    monkeypatch.setattr(cuda.FinishLane, "issue", hasty)
+
+
+def without_waiting_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was decoded is attended when that is enqueued."""
+
+    def hasty(self: Any, operation: Any, work: Any) -> None:
+        for event in operation.after:
+            event.wait()
+        with torch.cuda.stream(self._stream):
+            work()
+
+    monkeypatch.setattr(cuda.FinishLane, "issue", hasty)
+
+
+TAKEN_OUT = [
+    (without_after, "raw"),
+    (without_waiting_for_the_end, "raw"),
+    (without_a_record, "raw"),
+    (without_waiting_to_compare, "raw"),
+    (without_waiting_for_decoding, "int8"),
+]
+
+
+@pytest.mark.parametrize(("take_out", "codec"), TAKEN_OUT, ids=lambda value: getattr(value, "__name__", value))
+def test_each_wait_on_the_gpu_is_needed(
+    monkeypatch: pytest.MonkeyPatch, take_out: Callable[[pytest.MonkeyPatch], None], codec: str
+) -> None:
+    with on_gpu(0, monkeypatch, codec=codec) as (gpu, model, cache):
+        wanted = logits(gpu, model, cache)
+        assert not cache.stats().retries
+    with on_gpu(1, monkeypatch, codec=codec) as (gpu, model, cache):
+        assert torch.equal(logits(gpu, model, cache), wanted)  # in whatever order things are done
+    take_out(monkeypatch)
+    for seed in range(6):
+        try:
+            with on_gpu(seed, monkeypatch, codec=codec) as (gpu, model, cache):
+                if not torch.equal(logits(gpu, model, cache), wanted) or cache.stats().retries:
+                    return
+        except Exception:
+            return
+    pytest.fail("nothing went wrong without it")
