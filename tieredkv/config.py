@@ -25,7 +25,7 @@ BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
 
 CHUNK_TOKENS = 2048
-GPU_CHUNK_BYTES = 16 * 2**20
+GPU_CHUNK_BYTES = 32 * 2**20
 """What a staging buffer holds unless `chunk_tokens` says otherwise."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -146,7 +146,7 @@ class CacheSettings:
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
         kernel: "auto" chooses by device, dtype and shape; the others force one kernel.
         chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
-            None for 2,048, and on a GPU as many as are 16 MiB of a layer if that is more: what a chunk costs the host
+            None for 2,048, and on a GPU as many as are 32 MiB of a layer if that is more: what a chunk costs the host
             there, a fast link needs for some megabytes.
         staging_buffers: staging buffers, at least 2 (one being attended, one on its way).
         max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
