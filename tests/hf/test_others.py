@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.shrink import tiny_config, tiny_model
+from models.shrink import SMALL, tiny_config, tiny_model
 from support import assert_close, audit, feed, small, store_of, tiny, tokens
 
 import tieredkv
@@ -89,7 +89,7 @@ def test_a_crop_that_one_layer_refuses_removes_nothing(cold_dir: Path, name: str
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "zamba2"])
 def test_a_layer_with_a_state_and_full_attention_is_tiered(cold_dir: Path, model_type: str) -> None:
-    model, ids = tiny_model(tiny_config(model_type)), tokens(110)
+    model, ids = tiny_model(tiny_config(model_type, SMALL)), tokens(110)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
     with small(model, cold_dir) as cache:
@@ -108,7 +108,7 @@ def test_a_layer_with_a_state_and_full_attention_is_tiered(cold_dir: Path, model
 @pytest.fixture(scope="module")
 def sparse() -> Any:
     """DeepSeek V3.2, whose indexer chooses 32 keys for each query."""
-    model = tiny_model(tiny_config("deepseek_v32"))
+    model = tiny_model(tiny_config("deepseek_v32", SMALL))
     assert model.config.index_topk == 32
     return model
 

@@ -90,10 +90,11 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "<!-- Written by `make models`; do not edit. -->",
         "",
         f"Every causal LM class of transformers {transformers.__version__}, built with a few layers and random "
-        "weights, and held against a forward without any cache: a prompt of 100 tokens in two rows, decoding, a chunk "
-        "of tokens, reordered rows, and crops as speculation makes them. Hot holds 64 tokens of each row, warm 32, the "
-        "disk the rest, in blocks of 16. Exact means that no logit is off by more than rounding: 1e-5 of the largest, "
-        "or four times what transformers' own cache is off by, if that is more.",
+        "weights, and held against a forward without any cache, in float64 where the class runs in it: a prompt of 100 "
+        "tokens in two rows, decoding, a chunk of tokens, reordered rows, and crops as speculation makes them. Hot "
+        "holds 64 tokens of each row, warm 32, the disk the rest, in blocks of 16. Exact means that no logit is off by "
+        "more than rounding: 1e-5 of the largest, or four times what transformers' own cache is off by, if that is "
+        "more.",
         "",
         *counts(outcomes),
         "",

@@ -52,6 +52,8 @@ _NAMES: dict[int, str] = {
     "max_source_positions model_max_length",
 }
 SMALL = {name: number for number, names in _NAMES.items() for name in names.split()}
+WIDE = {name: {8: 16, 32: 64}.get(number, number) for name, number in SMALL.items()}
+"""Heads of 16, which the native kernel serves; not every class can be built so, next to what `SPECIAL` says."""
 
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _LEFT_ALONE = ("eod_token_id", "forced_eos_token_id", "mask_token_id")
@@ -120,17 +122,17 @@ def kinds_of_layers(fields: dict[str, Any]) -> tuple[list[int], int]:
     return sorted(kept), len(types)
 
 
-def shrink(fields: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
-    """Small values for a config's fields."""
+def shrink(fields: dict[str, Any], special: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """Small values for a config's fields; `sizes` are SMALL or WIDE."""
     kept, layers = kinds_of_layers(fields)
     small: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
-            small[name] = shrink(value, special.get(name, {})) | {"model_type": value.get("model_type")}
-        elif name in SMALL and (isinstance(value, int) or value is None):
-            small[name] = SMALL[name] if value is not None or name in _NEEDED else None
-        elif name in SMALL and isinstance(value, list):
-            small[name] = [SMALL[name]] * len(kept or value)
+            small[name] = shrink(value, special.get(name, {}), sizes) | {"model_type": value.get("model_type")}
+        elif name in sizes and (isinstance(value, int) or value is None):
+            small[name] = sizes[name] if value is not None or name in _NEEDED else None
+        elif name in sizes and isinstance(value, list):
+            small[name] = [sizes[name]] * len(kept or value)
         elif name in _TOKENS:
             small[name] = _TOKENS[name]
         elif name.endswith(("_token_id", "_token_index")) and name not in _LEFT_ALONE and isinstance(value, int):
@@ -148,10 +150,10 @@ def shrink(fields: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in small.items() if value is not ...}
 
 
-def tiny_config(model_type: str) -> Any:
-    """A tiny config of a model type."""
+def tiny_config(model_type: str, sizes: dict[str, int]) -> Any:
+    """A tiny config of a model type; `sizes` are SMALL or WIDE."""
     kind = CONFIG_MAPPING[model_type]
-    return kind(**shrink(kind().to_dict(), SPECIAL.get(model_type, {})))
+    return kind(**shrink(kind().to_dict(), SPECIAL.get(model_type, {}), sizes))
 
 
 def tiny_model(config: Any, scale: float = 8.0) -> PreTrainedModel:
