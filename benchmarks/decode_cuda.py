@@ -251,7 +251,7 @@ def verification(scale: Scale, name: str, tokens: int) -> Iterator[Row]:
 
 
 def longest(scale: Scale, name: str) -> Iterator[Row]:
-    """Device bytes at the longest context with a window of 2,048."""
+    """Device bytes at the longest context with a window of 1,024."""
     config = scale.configs[name]
     _, model = models(config, scale)
     with TieredCache(model, hot="5120 tokens", warm=f"{scale.longest + 2048} tokens", window=1024) as cache:

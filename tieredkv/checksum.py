@@ -81,6 +81,7 @@ class Checksummer:
         self._compile_after_bytes = compile_after_bytes
         self._lock = threading.Lock()
         self._weights: dict[torch.device, torch.Tensor] = {}
+        self._all_weights: list[torch.Tensor] = []
         self._seen_bytes: dict[str, int] = {}
         self._kernels: dict[str, _Kernel] = {}
         self._records: dict[str, CompileRecord] = {}
@@ -145,6 +146,8 @@ class Checksummer:
             if weights is None or len(weights) < row_words:
                 with torch.inference_mode(False):  # the weights outlive the caller's mode
                     weights = _make_weights(1 << max(0, row_words - 1).bit_length()).to(device)
+                # The shorter ones are kept: kernels of another stream may not have read them yet.
+                self._all_weights.append(weights)
                 self._weights[device] = weights
             return weights
 

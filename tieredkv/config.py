@@ -25,8 +25,9 @@ BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
 
 CHUNK_TOKENS = 2048
-GPU_CHUNK_BYTES = 32 * 2**20
 """What a staging buffer holds unless `chunk_tokens` says otherwise."""
+GPU_CHUNK_BYTES = 32 * 2**20
+"""On a GPU it holds so much of a layer, if that is more."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -146,8 +147,8 @@ class CacheSettings:
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
         kernel: "auto" chooses by device, dtype and shape; the others force one kernel.
         chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
-            None for 2,048, and on a GPU as many as are 32 MiB of a layer if that is more: what a chunk costs the host
-            there, a fast link needs for some megabytes.
+            None for 2,048, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk costs the host some
+            0.25 ms, in which a fast link moves 12 MB.
         staging_buffers: staging buffers, at least 2 (one being attended, one on its way).
         max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
         log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).

@@ -215,10 +215,9 @@ class Prefetcher:
         """Wait for every load and forget what was loaded; failures of loads that nobody took are dropped."""
         with self._lock:
             while self._loads:
-                load = self._loads.popleft()
                 with contextlib.suppress(Exception):
-                    load.event.wait()
-                self._free.append(load.buffer)
+                    self._loads[0].event.wait()
+                self._free.append(self._loads.popleft().buffer)
 
     def _matches(self, load: _Load, index: int) -> bool:
         layer, chunk = self._at(index)
@@ -233,7 +232,8 @@ class Prefetcher:
         room = len(self._layers) * len(self._chunks) - len(self._loads)
         while self._free and room > 0:
             layer, chunk = self._at(self._next)
-            self._submit(layer, chunk, self._free.popleft())
+            self._submit(layer, chunk, self._free[0])
+            self._free.popleft()
             self._next += 1
             room -= 1
 
@@ -241,10 +241,9 @@ class Prefetcher:
         k, v, scratch = self._buffers[buffer].views(layer)
         count = len(chunk.blocks)
         read = self._read[buffer]
-        arriving: list[Callable[[float], None]] = []
         event = self._device.up.submit(
-            lambda: arriving.append(self._mover.fetch(layer, chunk.blocks, k[:, :count], v[:, :count], scratch)),
-            finish=lambda seconds: arriving.pop()(seconds),
+            lambda: self._mover.fetch(layer, chunk.blocks, k[:, :count], v[:, :count], scratch),
+            finish=self._mover.arrived,
             reads=read_regions(chunk.blocks),
             writes=[("stage", buffer)],
             after=[] if read is None else [read],

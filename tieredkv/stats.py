@@ -73,7 +73,7 @@ class PhaseStats:
         forwards: how many.
         tokens: new tokens, over all rows.
         stall_seconds: time the forward waited for a block on its way.
-        transfer_seconds: time workers spent bringing blocks up.
+        transfer_seconds: time workers spent bringing blocks up; on a GPU the copies' own.
         written_bytes: bytes written below hot.
         streamed_bytes: bytes brought up through staging.
         step_seconds: time from the begin of a forward to the begin of the next one, over `timed_forwards`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -228,22 +228,14 @@ class Mover:
             view = tier.run(layer, start, count)
             if view is None:
                 return []
-            arrived = self.checksummer.checksum(view).tolist()
-            for block, got in zip(blocks[index : index + count], arrived, strict=True):
-                wanted = block.checksums[layer]
-                if wanted is not None and got != wanted:
-                    wrong.append(ChecksumError(block=block.id, layer=layer, tier=tier.role, wanted=wanted, got=got))
-        self._counters.verified(len(blocks) - len(wrong))
-        if wrong:
-            self._counters.failed(checksum=len(wrong))
-            self._reads.tell(tier.role, wrong[0])
+            wrong += [error for _, error in self._reads.compare(layer, blocks[index : index + count], tier.role, view)]
         return wrong
 
     # ---- up
 
     def fetch(
         self, layer: int, blocks: Sequence[Block], k_out: torch.Tensor, v_out: torch.Tensor, scratch: Planes | None
-    ) -> Callable[[float], None]:
+    ) -> Arrival:
         """Ask for one layer of blocks, on the calling thread's current stream.
 
         Args:
@@ -255,50 +247,52 @@ class Mover:
                 in its destination.
 
         Returns:
-            What has to be called, before anything is used, when the stream has done that, with the seconds it took:
-            compares the checksums of what arrived, reads again what is wrong, decodes, and counts. It raises what
-            `fetch` raises.
+            What `arrived` has to be given when the stream has done that, before anything is used.
 
         Raises:
             ChecksumError: a block is wrong in every tier that has it.
             ColdTierError: a block cannot be read from any tier that has it.
         """
-        parts = [
-            self._ask(layer, blocks[first : first + count], first, tier, scratch or (k_out, v_out))
-            for first, count, tier in _by_tier(blocks)
-        ]
+        planes, parts = scratch or (k_out, v_out), []
+        for first, count, tier in _by_tier(blocks):
+            started = time.perf_counter()
+            some, where = blocks[first : first + count], slice(first, first + count)
+            own = tuple(plane[:, where] for plane in planes)
+            check = self._reads.read(layer, some, tier, own, non_blocking=True)
+            asking_seconds = time.perf_counter() - started
+            parts.append(_Part(some, where, tier, own, check, asking_seconds))
+        return Arrival(layer, tuple(parts), k_out, v_out, decodes=scratch is not None)
 
-        def arrived(seconds: float) -> None:
-            asking_seconds = sum(part.asking_seconds for part in parts) or 1.0
-            for part in parts:
-                checked = time.perf_counter()
-                part.check()
-                if scratch is not None:
-                    where = slice(part.first, part.first + len(part.blocks))
-                    self._codec.decode(part.planes, k_out[:, where], v_out[:, where])
-                its_seconds = seconds * part.asking_seconds / asking_seconds
-                if not self._device.up.overlaps_finish:
-                    its_seconds += time.perf_counter() - checked
-                self._counters.moved(
-                    part.tier,
-                    "hot",
-                    part.blocks,
-                    total_bytes=self.row_bytes[layer] * len(part.blocks),
-                    seconds=its_seconds,
-                    started=part.started,
-                    reason="stream",
-                    layer=layer,
-                    count=len(part.blocks) / len(self._layers),
-                )
+    def arrived(self, arrival: Arrival, seconds: float) -> None:
+        """Make what was fetched usable: compare checksums, read again what is wrong, decode; and count.
 
-        return arrived
+        Args:
+            arrival: what `fetch` returned.
+            seconds: from the begin of the fetch until all of it was done.
 
-    def _ask(self, layer: int, blocks: Sequence[Block], first: int, tier: str, planes: Planes) -> _Part:
-        """Read neighbouring blocks from one tier into their places among `planes`."""
-        started = time.perf_counter()
-        own = tuple(plane[:, first : first + len(blocks)] for plane in planes)
-        check = self._reads.read(layer, blocks, tier, own, non_blocking=True)
-        return _Part(first, blocks, tier, own, check, started, time.perf_counter() - started)
+        Raises:
+            ChecksumError, ColdTierError: as `fetch`.
+        """
+        started = time.perf_counter() - seconds
+        for part, part_seconds in zip(arrival.parts, arrival.split(seconds), strict=True):
+            began = time.perf_counter()
+            part.check()
+            if arrival.decodes:
+                self._codec.decode(part.planes, arrival.k_out[:, part.where], arrival.v_out[:, part.where])
+            if not self._device.up.overlaps_finish:
+                part_seconds += time.perf_counter() - began
+            self._counters.moved(
+                part.tier,
+                "hot",
+                part.blocks,
+                total_bytes=self.row_bytes[arrival.layer] * len(part.blocks),
+                seconds=part_seconds,
+                started=started,
+                reason="stream",
+                layer=arrival.layer,
+                count=len(part.blocks) / len(self._layers),
+            )
+            started += part_seconds
 
     def forget(self, block: Block) -> None:
         """A block was freed: drop what was remembered about it."""
@@ -310,22 +304,45 @@ class _Part:
     """Some blocks of one tier on their way up.
 
     Args:
-        first: index of the first of them among the blocks of the fetch.
         blocks: the blocks.
+        where: their places among the blocks of the fetch.
         tier: where they are read.
         planes: where they arrive, as stored.
         check: compares them once they are there.
-        started: `time.perf_counter()` when they were asked for.
-        asking_seconds: what that took the host.
+        asking_seconds: what asking for them took the host: all of the reading, but where copies are asynchronous.
     """
 
-    first: int
     blocks: Sequence[Block]
+    where: slice
     tier: str
     planes: Planes
     check: Check
-    started: float
     asking_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """One layer of blocks on their way up.
+
+    Args:
+        layer: tiered layer.
+        parts: neighbouring blocks that come from one tier.
+        k_out, v_out: where they are wanted.
+        decodes: whether they come encoded.
+    """
+
+    layer: int
+    parts: tuple[_Part, ...]
+    k_out: torch.Tensor
+    v_out: torch.Tensor
+    decodes: bool
+
+    def split(self, seconds: float) -> list[float]:
+        """Each part's share of the time: what it took the host, and by blocks what the host did not wait for."""
+        late_seconds = max(seconds - sum(part.asking_seconds for part in self.parts), 0.0)
+        late = [len(part.blocks) * (part.tier != "cold") for part in self.parts]  # a file is read while it is asked for
+        whole = sum(late) or 1
+        return [part.asking_seconds + late_seconds * its / whole for part, its in zip(self.parts, late, strict=True)]
 
 
 def read_regions(blocks: Sequence[Block]) -> list[Region]:

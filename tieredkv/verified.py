@@ -69,18 +69,33 @@ class VerifiedReads:
             self._tiers[tier].read(layer, [slot_of(block, tier) for block in blocks], out, non_blocking=non_blocking)
         except ColdTierError as failure:
             self._counters.failed(tier=1)
-            self.tell(tier, failure)
+            self._tell(tier, failure)
             for index, block in enumerate(blocks):
                 self._read_again(layer, block, tier, _one(out, index))
             return _nothing
 
         def check() -> None:
             if self._is_compared(layer, blocks, tier):
-                for index, error in self._wrong_blocks(layer, blocks, tier, out):
-                    self.tell(tier, error)
+                for index, _ in self._seen_wrong(layer, blocks, tier, out):
                     self._read_again(layer, blocks[index], tier, _one(out, index))
 
         return check
+
+    def compare(
+        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
+    ) -> list[tuple[int, ChecksumError]]:
+        """Of blocks whose bytes, as they are in a tier, are not those that were stored: index and error; counted."""
+        lying = self._checksummer.checksum(planes).tolist()
+        wrong = [
+            (i, ChecksumError(block=block.id, layer=layer, tier=tier, wanted=block.checksums[layer] or 0, got=got))
+            for i, (block, got) in enumerate(zip(blocks, lying, strict=True))
+            if block.checksums[layer] != got
+        ]
+        self._counters.verified(len(blocks) - len(wrong))
+        if wrong:
+            self._counters.failed(checksum=len(wrong))
+            self._tell(tier, wrong[0][1])
+        return wrong
 
     def _is_compared(self, layer: int, blocks: Sequence[Block], tier: str) -> bool:
         if self._verify == "first":
@@ -88,20 +103,12 @@ class VerifiedReads:
             return not all((tier, block.id, layer) in self._seen for block in blocks)
         return self._verify == "always"
 
-    def _wrong_blocks(
+    def _seen_wrong(
         self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
     ) -> list[tuple[int, ChecksumError]]:
-        """Of blocks whose bytes, as arrived, are not the bytes that were stored: index and error; counted."""
-        arrived = self._checksummer.checksum(planes).tolist()
-        wrong = [
-            (i, ChecksumError(block=block.id, layer=layer, tier=tier, wanted=block.checksums[layer] or 0, got=got))
-            for i, (block, got) in enumerate(zip(blocks, arrived, strict=True))
-            if block.checksums[layer] != got
-        ]
-        self._counters.verified(len(blocks) - len(wrong))
-        if wrong:
-            self._counters.failed(checksum=len(wrong))
-        elif self._verify == "first":
+        """`compare` of what was read, which is remembered if it is right."""
+        wrong = self.compare(layer, blocks, tier, planes)
+        if not wrong and self._verify == "first":
             self._seen.update((tier, block.id, layer) for block in blocks)
         return wrong
 
@@ -118,7 +125,7 @@ class VerifiedReads:
                 continue
             if not self._is_compared(layer, [block], source):
                 return
-            wrong = self._wrong_blocks(layer, [block], source, out)
+            wrong = self._seen_wrong(layer, [block], source, out)
             if not wrong:
                 return
             error = wrong[0][1]
@@ -136,7 +143,7 @@ class VerifiedReads:
         error.__cause__ = failure
         return error
 
-    def tell(self, tier: str, failure: ChecksumError | ColdTierError) -> None:
+    def _tell(self, tier: str, failure: ChecksumError | ColdTierError) -> None:
         """Warn of the first failure of a tier; all are counted."""
         if tier not in self._told:
             self._told.add(tier)

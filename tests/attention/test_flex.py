@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.choices import InductorChoices
 from torch.nn.functional import scaled_dot_product_attention
 
 from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket, runs
@@ -89,13 +90,20 @@ def _check_attend(tiles: FlexTiles, rows: Sequence[TileRow], heads: int, dim: in
     assert max(ours) <= max(measure)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", range(16, 272, 16))
-def test_a_gpu_is_given_tiles_that_divide_any_block(block_size: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        options: Any = options_for(torch.device("cuda"), dtype, block_size)
-        tile = options["BLOCK_N"]
-        assert tile >= 16 and not tile & (tile - 1) and not block_size % tile
-        assert options["FLOAT32_PRECISION"] == "'ieee'"  # whatever the process allows to matrix products
+def test_a_gpu_has_a_template_for_any_block(
+    monkeypatch: pytest.MonkeyPatch, block_size: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    options: Any = options_for(torch.device("cuda"), dtype, block_size)
+    tile = options["BLOCK_N"]
+    assert tile >= 16 and not tile & (tile - 1) and not block_size % tile
+    assert options["FLOAT32_PRECISION"] == "'ieee'"  # whatever the process allows to matrix products
+    # The template for few queries leaves out what torch's own tile does not divide, before it looks at the options.
+    choices = InductorChoices().get_flex_decode_configs(128, dtype, "cuda")
+    is_left = any(not block_size % min(choice.block_n, block_size) for choice in choices)
+    assert is_left or options["FORCE_USE_FLEX_ATTENTION"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -94,8 +94,7 @@ def broken_write(monkeypatch: pytest.MonkeyPatch, tier: type, layer: int) -> Non
         write(self, at, slots, tuple(p + 1 if at == layer else p for p in planes))
 
     monkeypatch.setattr(tier, "write", wrong)
-    monkeypatch.setattr("tieredkv.transfer.Mover._wrong_on_arrival", lambda *_: None)
-    monkeypatch.setattr("tieredkv.transfer.Mover._wrong_blocks", lambda *_: [])
+    monkeypatch.setattr("tieredkv.verified.VerifiedReads.compare", lambda *_: [])
 
 
 def test_a_sound_cache_departs_nowhere_but_in_a_lossy_codec(cold_dir: Path) -> None:
@@ -127,8 +126,8 @@ def test_broken_attention_is_found_hot_already(cold_dir: Path, monkeypatch: pyte
 def test_an_error_is_a_departure(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ColdTier.read
 
-    def flipped(self: Any, layer: int, slots: Any, out: Any) -> None:
-        read(self, layer, slots, out)
+    def flipped(self: Any, layer: int, slots: Any, out: Any, **options: Any) -> None:
+        read(self, layer, slots, out, **options)
         out[0].add_(1)
 
     monkeypatch.setattr(ColdTier, "read", flipped)

@@ -227,11 +227,55 @@ def test_gpu_sources_may_be_dropped_after_submission(device: CudaDevice) -> None
     assert sources_dropped(device)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_sources_are_there_because_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     enqueued = CudaEvent.enqueued
     monkeypatch.setattr(CudaEvent, "enqueued", lambda self, begin, end, work: enqueued(self, begin, end, None))
     with EmulatedGpu(eagerness=0.9), CudaDevice("cuda:0") as device:
         assert not sources_dropped(device)
+
+
+def test_gpu_copies_go_on_while_one_is_finished(device: CudaDevice) -> None:
+    gate, seen = threading.Event(), list[object]()
+    host = device.host_empty((1 << 10,), torch.float32)
+    target = device.empty((2, 1 << 10), torch.float32)
+    host.fill_(3)
+
+    def finish(copied: torch.Tensor, seconds: float) -> None:
+        gate.wait()
+        seen.append((float(copied.sum()), seconds))
+        copied.add_(1)  # is done before the event
+
+    def first() -> torch.Tensor:
+        return target[0].copy_(host, non_blocking=True)
+
+    event = device.up.submit(first, finish=finish)
+    device.up.submit(lambda: target[1].copy_(host, non_blocking=True)).wait()
+    assert not event.done() and device.up.pending == 1 and not seen
+    gate.set()
+    event.wait()
+    assert seen[0][0] == 3 << 10 and seen[0][1] > 0  # type: ignore[index]
+    assert device.run(lambda: float(target.sum())) == 7 << 10
+    assert device.up.pending == 0
+
+
+def test_gpu_what_cannot_be_finished_is_over_when_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, device: CudaDevice
+) -> None:
+    target = device.empty((4,), torch.float32)
+
+    def cannot(self: threading.Thread) -> None:
+        if self.name == "tieredkv-up-finish":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    with pytest.raises(RuntimeError, match="can't start"):
+        device.up.submit(lambda: (time.sleep(0.1), target.fill_(7)), finish=lambda result, seconds: None)
+    device.run(lambda: target.fill_(1))
+    time.sleep(0.2)
+    assert device.run(lambda: float(target.sum())) == 4 and device.up.pending == 0
 
 
 @pytest.mark.gpu

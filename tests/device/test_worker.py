@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieredkv.device import CpuDevice, Device, Event, SimulatedAccelerator
+from tieredkv.errors import RaceError
 
 MAKERS: dict[str, Callable[[], Device]] = {
     "cpu": CpuDevice,
@@ -267,3 +268,30 @@ def test_delays_and_priorities_never_break_an_order(data: st.DataObject) -> None
     place = {number: index for index, number in enumerate(finished)}
     assert sorted(place) == list(range(count))
     assert all(place[earlier] < place[number] for number in place for earlier in before[number])
+
+
+def test_what_finishes_an_operation_comes_before_its_event(device: Device) -> None:
+    seen: list[object] = []
+    event = device.up.submit(lambda: "moved", finish=lambda result, seconds: seen.append((result, seconds)))
+    event.wait()
+    assert len(seen) == 1 and seen[0][0] == "moved" and 0 <= seen[0][1] < 1  # type: ignore[index]
+    failed = device.up.submit(lambda: 2, finish=lambda result, seconds: result / 0)
+    with pytest.raises(ZeroDivisionError):
+        failed.wait()
+    broken = device.up.submit(lambda: 1 / 0, finish=lambda result, seconds: seen.append(result))
+    with pytest.raises(ZeroDivisionError):
+        broken.wait()
+    after = device.disk.submit(lambda: seen.append("after"), after=[failed])
+    with pytest.raises(ZeroDivisionError):
+        after.wait()
+    device.synchronize()
+    assert len(seen) == 1 and device.up.pending == 0
+
+
+def test_what_touches_the_same_has_to_come_after_the_finish() -> None:
+    """It is no part of its stream: on a GPU the next operation runs beside it."""
+    with SimulatedAccelerator() as device:
+        first = device.up.submit(nothing, writes=[("stage", 0)], finish=lambda result, seconds: None)
+        with pytest.raises(RaceError):
+            device.up.submit(nothing, writes=[("stage", 0)])
+        device.up.submit(nothing, writes=[("stage", 0)], after=[first]).wait()

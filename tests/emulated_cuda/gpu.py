@@ -26,6 +26,11 @@ from emulated_cuda.tensor import GpuTensor, inner_of, know_cuda
 
 aten = torch.ops.aten
 
+UNINITIALISED = {
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
+"""What makes a tensor and writes nothing."""
 READ_BY_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 """What waits for the GPU by itself."""
 
@@ -104,8 +109,8 @@ class EmulatedGpu:
         for name, value in replaced.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, value))
         self._stack.enter_context(mock.patch.object(torch, "Stream", lambda device=None: FakeStream(self)))
-        flash = mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-        self._stack.enter_context(flash)
+        is_built = mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        self._stack.enter_context(is_built)
         self._stack.enter_context(_Mode(self))
         return self
 
@@ -300,7 +305,8 @@ class EmulatedGpu:
                 if isinstance(out, torch.Tensor):
                     out.copy_(value)
 
-        self.stream.push(run)
+        if func not in UNINITIALISED:
+            self.stream.push(run)
         return tree_unflatten([self._wrap(x) if isinstance(x, torch.Tensor) else x for x in outs], out_spec)
 
 

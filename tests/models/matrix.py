@@ -240,18 +240,21 @@ def examine(model_type: str) -> Outcome:
     """Build a class and run the script with transformers' cache and with ours, in both ways."""
     started = time.perf_counter()
     outcome = Outcome(model_type)
+    built: tuple[PreTrainedModel, Oracle] | None = None
     for sizes, scale in itertools.product((WIDE, SMALL), (8.0, 1.0)):
         try:
             model = tiny_model(tiny_config(model_type, sizes), scale)
-            outcome.name, oracle = type(model).__name__, Oracle(in_float64(model))
-            outcome.sensitivity = sensitivity(oracle)
-            outcome.stock, outcome.failure = with_stock(model, oracle, outcome), ""
+            oracle = Oracle(in_float64(model))
+            moved, stock = sensitivity(oracle), with_stock(model, oracle, outcome)
         except Exception as failure:
             outcome.failure = f"{type(failure).__name__}: {failure}"[:300]
-        if not outcome.failure and stock_is_exact(outcome.stock):
+            continue
+        built, outcome.name, outcome.sensitivity, outcome.stock = (model, oracle), type(model).__name__, moved, stock
+        if stock_is_exact(stock):
             break
-    if outcome.failure:
+    if built is None:
         return outcome
+    (model, oracle), outcome.failure = built, ""
     for way in ("gather", "blocks"):
         outcome.runs[way] = run_way(copy.deepcopy(model), oracle, way)
     outcome.seconds = time.perf_counter() - started

@@ -90,6 +90,15 @@ def test_rows_that_share_blocks_share_them_again(tmp_path: Path) -> None:
         assert len({entry.block_id for entry in cache.block_table()}) == 4 + 3
 
 
+def test_a_cache_that_knows_no_model(tmp_path: Path) -> None:
+    model, ids = tiny(), tokens(60)
+    with small(model.config, None, warm="200 tokens") as cache:
+        feed(model, ids[:, :40], cache)
+        cache.save(tmp_path / "a")
+    with tieredkv.TieredCache.load(tmp_path / "a", model, **SIZES) as cache:
+        assert_close(feed(model, ids[:, 40:], cache), oracle(ids)[:, 40:])
+
+
 def test_an_empty_cache(tmp_path: Path) -> None:
     model, ids = tiny(), tokens(30)
     with tieredkv.TieredCache(model, **SIZES) as cache:

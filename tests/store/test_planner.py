@@ -27,7 +27,7 @@ def make(rows: int = 1, cold: Path | None = None, **changes: Any) -> tuple[Block
     values: dict[str, Any] = {"hot": "144 tokens", "warm": "32 tokens", "block_size": BLOCK, "window": BLOCK, **changes}
     place = None if cold is None else ColdSettings(cold, free_floor=0)
     chosen = CacheSettings(**{"cold": place, **values})
-    store = BlockStore(chosen, [LAYER], [torch.device("cpu")], CpuDevice(addresses_host=False), rows, "0" * 32)
+    store = BlockStore(chosen, [LAYER], CpuDevice(addresses_host=False), rows, "0" * 32)
     holder = store.holder()
     holder.table.rows = [[] for _ in range(rows)]
     return store, holder

@@ -30,7 +30,7 @@ def make(cold: Path | None = None, *, hot_blocks: int = 12, device: Device | Non
     place = None if cold is None else ColdSettings(cold, free_floor=0)
     chosen = CacheSettings(block_size=BLOCK, cold=place, chunk_tokens=BLOCK, log_moves=True, **values)
     device = device or CpuDevice(addresses_host=False)
-    return BlockStore(chosen, [LAYER], [torch.device("cpu")], device, 1, "0" * 32)
+    return BlockStore(chosen, [LAYER], device, 1, "0" * 32)
 
 
 def join(store: BlockStore, priority: int = 0) -> Holder:

@@ -24,9 +24,9 @@ def make(rows: int, cold: Path | None = None, **changes: Any) -> tuple[BlockStor
     values: dict[str, Any] = {"hot": "160 tokens", "warm": "64 tokens", "block_size": BLOCK, "window": BLOCK, **changes}
     place = None if cold is None else ColdSettings(cold, free_floor=0)
     layer = LayerGeometry(1, DIM, DIM, torch.float32)
-    devices = [torch.device("cpu")] * LAYERS
+    [torch.device("cpu")] * LAYERS
     chosen = CacheSettings(**{"cold": place, **values})
-    store = BlockStore(chosen, [layer] * LAYERS, devices, CpuDevice(addresses_host=False), rows, "0" * 32)
+    store = BlockStore(chosen, [layer] * LAYERS, CpuDevice(addresses_host=False), rows, "0" * 32)
     holder = store.holder()
     holder.table.rows = [[] for _ in range(rows)]
     return store, holder

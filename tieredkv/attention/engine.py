@@ -3,7 +3,7 @@
 A single new token in each row is attended where it was written, inside the runs; several new tokens are attended where
 the model made them, and the runs hold the past alone.
 
-Imports: this package, device, plan, prefetcher, store.
+Imports: this package, device, errors, plan, prefetcher, store.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tieredkv.attention.over_pools import Placed, PoolAttention
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.attention.windowed import Pieces, WindowedMask, windowed
 from tieredkv.device import Region
+from tieredkv.errors import MismatchError
 from tieredkv.plan import ForwardPlan, Run
 from tieredkv.store import BlockStore
 
@@ -69,7 +70,7 @@ class Engine:
         if starts is not None and self._native.serves(call):
             partials = self._native.partials(plan, call, starts)
             return merge(partials, sinks=call.sinks, dtype=call.query.dtype)
-        if starts is not None and self._wants_flex(plan, call):
+        if starts is not None and self._wants_flex(plan, call, starts):
             return self._flex(plan, call, starts)
         by_row: list[list[Partial]] = [[] for _ in range(plan.rows)]
         if plan.hot_runs:
@@ -116,33 +117,37 @@ class Engine:
 
     # ---- one compiled call over the pool
 
-    def _wants_flex(self, plan: ForwardPlan, call: LayerCall) -> bool:
+    def _wants_flex(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> bool:
         """Whether one flex call serves what is hot: shapes and settings decide, never the state of a compiler."""
-        kernel = self.store.settings.kernel
-        if plan.new != 1 or not plan.hot_runs or plan.warm_runs:
+        kernel, device = self.store.settings.kernel, call.query.device
+        if plan.new != 1 or not plan.hot_runs or plan.warm_runs or kernel in ("flash", "plain"):
             return False
-        if call.softcap is not None or kernel in ("flash", "plain"):
+        if call.softcap is not None or any(start >= plan.total for start in starts):  # a row of nothing but padding
             return False
-        merged = call.sinks is not None or bool(plan.chunks)
-        if merged and not self._kernels.returns_lse(call.query.device):
-            return False
-        if kernel == "flex" or call.query.device.type != "cpu":
-            return True
-        if plan.rows * plan.total < FLEX_LEAST_TOKENS:
-            return False
-        return len(plan.hot_runs) >= FLEX_LEAST_RUNS
+        if kernel != "flex" and device.type == "cpu":
+            hot_tokens = sum(run.tokens * len(run.rows) for run in plan.hot_runs)
+            if hot_tokens < FLEX_LEAST_TOKENS or len(plan.hot_runs) < FLEX_LEAST_RUNS:
+                return False
+        return not _is_merged(plan, call) or self._kernels.returns_lse(device)
 
     def _flex(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> torch.Tensor:
         k_pool, v_pool = self.store.hot.planes[call.layer]
-        tiles, merged = self._tiles_for(plan, call, starts), call.sinks is not None or bool(plan.chunks)
+        tiles, merged = self._tiles_for(plan, call, starts), _is_merged(plan, call)
 
         def work() -> tuple[torch.Tensor, torch.Tensor | None]:
             return tiles.attend(call.query, k_pool, v_pool, scale=call.scale, lse=merged)
 
         slots = {block.hot for run in plan.hot_runs for block in run.blocks} if self._simulated else ()
         out, lse = self.store.device.run(work, reads=[("hot", slot) for slot in slots], name="flex")
-        if lse is None:
+        if not merged:
             return out
+        if lse is None:
+            raise MismatchError(
+                "The kernel gave no LSE, with which what is hot is merged with the rest.",
+                wanted="an LSE",
+                got=f"none on {call.query.device}",
+                change='CacheSettings(kernel="plain"), and report this',
+            )
         hot = Partial(out.to(lse.dtype), lse)
         if not plan.chunks:
             return merge([hot], sinks=call.sinks, dtype=call.query.dtype)
@@ -169,7 +174,7 @@ class Engine:
             )
             self._tiles[(kv_heads, device)] = found
         if found.stale:
-            found.update(_tile_rows(plan, starts))
+            found.update(_tile_rows(plan, starts, self.store.block_size))
             found.stale = False
         return found
 
@@ -216,12 +221,11 @@ class Engine:
 
                 work = functools.partial(_add_run, plan, call, starts, chunk.rows, chunk.position, k, v, parts)
                 self.store.device.run(work, reads=region, name="attend chunk")
-            if plan.new > 1:  # partials of many tokens are large: one for each row, not one for each chunk
-                for row in chunk.rows:
-                    while len(parts[row]) > 1:
-                        parts[row][0] = fold(parts[row][0], parts[row].pop())
-        for partials in parts if plan.new > 1 else ():
-            partials[:] = [Partial(out, lse.to(out.dtype)) for out, lse in partials]
+            if plan.new > 1:
+                _fold_rows([parts[row] for row in chunk.rows])
+        if plan.new > 1:
+            for partials in parts:
+                partials[:] = [Partial(out, lse.to(out.dtype)) for out, lse in partials]
 
     def _with_new(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
@@ -251,15 +255,29 @@ class Engine:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _tile_rows(plan: ForwardPlan, starts: Sequence[int]) -> list[TileRow]:
+def _is_merged(plan: ForwardPlan, call: LayerCall) -> bool:
+    """Whether what is hot is not all that is attended."""
+    return call.sinks is not None or bool(plan.chunks)
+
+
+def _tile_rows(plan: ForwardPlan, starts: Sequence[int], block_size: int) -> list[TileRow]:
     """Each row's hot blocks as if nothing lay between them, which makes no difference to a token that sees them all."""
-    rows = []
-    for row, start in enumerate(starts):
-        runs = sorted((run for run in plan.hot_runs if row in run.rows), key=lambda run: run.position)
-        slots = [block.hot for run in runs for block in run.blocks if block.hot is not None]
-        hidden = sum(min(max(start - run.position, 0), run.tokens) for run in runs)
-        rows.append(TileRow(slots, sum(run.tokens for run in runs), hidden))
-    return rows
+    slots: list[list[int]] = [[] for _ in starts]
+    tokens, hidden = [0] * len(starts), [0] * len(starts)
+    for run in sorted(plan.hot_runs, key=lambda run: run.position):
+        first = run.start // block_size
+        for row in run.rows:
+            slots[row] += range(first, first + len(run.blocks))
+            tokens[row] += run.tokens
+            hidden[row] += min(max(starts[row] - run.position, 0), run.tokens)
+    return [TileRow(*row) for row in zip(slots, tokens, hidden, strict=True)]
+
+
+def _fold_rows(rows: Sequence[list[Partial]]) -> None:
+    """One partial for each row, not one for each chunk: those of many tokens are large."""
+    for row in rows:
+        while len(row) > 1:
+            row[0] = fold(row[0], row.pop())
 
 
 def _add_slice(
@@ -314,7 +332,10 @@ def _add_shared(
     call: LayerCall, rows: Sequence[int], k: torch.Tensor, v: torch.Tensor, parts: list[list[Partial]]
 ) -> None:
     """Rows that see the same keys become queries of one call: the keys are read once."""
-    q = call.query[list(rows)]  # [shared, heads, new, k_dim]
+    # Not by a list, which would be a tensor that the host sends to the device, and waits.
+    q = call.query  # [shared, heads, new, k_dim]
+    if list(rows) != list(range(q.shape[0])):
+        q = torch.cat([q[row : row + 1] for row in rows])
     shared, heads, new, dim = q.shape
     packed = q.transpose(0, 1).reshape(1, heads, shared * new, dim)
     out, lse = over_run(packed, k, v, scale=call.scale, softcap=call.softcap)

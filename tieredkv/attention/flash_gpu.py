@@ -1,8 +1,8 @@
 """Partials from the flash operator of an NVIDIA GPU: fp16 and bf16, causal or all of the keys, LSE in fp32.
 
 What the operator does not take, and `plain` then serves: a mask, fp32, a softcap, dims that are no multiple of 8 or
-above 256, unlike dims of K and V. Grouped heads are taken as they are where it is causal, and packed as queries of one
-KV head where it is not, so that keys are read once.
+above 256, unlike dims of K and V. Over a run of past keys the heads of a group are packed as queries of one KV head, so
+that keys are read once.
 
 Imports: torch, device, and the partials.
 """

@@ -231,7 +231,8 @@ class FlexTiles:
         arrays.logical[index, listed] = self._numbers[first : len(slots)]
 
     def _upload(self, lists_changed: bool) -> None:
-        # CUDA takes pageable memory along before it returns: the host neither waits nor has to keep it as it is.
+        # CUDA takes pageable memory along before it returns, so that it may be overwritten; of up to 64 KiB without a
+        # wait for what the stream has to do before.
         self._arrays.bounds.copy_(self._host.bounds, non_blocking=True)
         if lists_changed:
             width = int(self._numpy.counts.max())

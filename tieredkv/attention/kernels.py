@@ -20,6 +20,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 GRAPH_CAP = 16
 """Graphs per registry, unless told otherwise: one takes 3 to 6 seconds to compile."""
 
+TORCH_TILE = 64
+"""Torch's own choice of keys in a tile, where a GPU has few queries."""
+
 Result = tuple[torch.Tensor, torch.Tensor | None]
 """Out, and the LSE where it was asked for."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], Result]
@@ -102,7 +105,11 @@ def options_for(device: torch.device, dtype: torch.dtype, block_size: int) -> Fl
         # pool when rows are ragged.
         return cast(FlexKernelOptions, {"PARTITION_SIZE": 1})
     tile = min(16 if dtype == torch.float32 else 64, block_size & -block_size)
-    return cast(FlexKernelOptions, {"BLOCK_N": tile, "num_warps": 4, "FLOAT32_PRECISION": "'ieee'"})
+    options: dict[str, object] = {"BLOCK_N": tile, "num_warps": 4, "FLOAT32_PRECISION": "'ieee'"}
+    if block_size % min(TORCH_TILE, block_size):
+        # The template for few queries looks at torch's own tile first; the other one has tiles for many.
+        options |= {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 32}
+    return cast(FlexKernelOptions, options)
 
 
 def _compile(number: int, options: FlexKernelOptions, lse: bool, count: Callable[[], None]) -> Kernel:

@@ -45,7 +45,7 @@ class Stream(ABC):
     @abstractmethod
     def submit(
         self,
-        work: Callable[[], object],
+        work: Callable[[], T],
         *,
         name: str = "",
         reads: Sequence[Region] = (),
@@ -54,7 +54,7 @@ class Stream(ABC):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[float], object] | None = None,
+        finish: Callable[[T, float], object] | None = None,
     ) -> Event:
         """Queue `work` and return at once. Thread-safe.
 
@@ -63,8 +63,7 @@ class Stream(ABC):
         `work`, and so its tensors, until the operation is done, and no longer.
 
         Args:
-            work: runs with gradients off, on a thread that gives torch one core; its result is dropped. On CUDA it
-                enqueues copies.
+            work: runs with gradients off, on a thread that gives torch one core. On CUDA it enqueues copies.
             name: label for messages and traces.
             reads, writes: the regions the work touches.
             after: events, of any stream or device, that come first. If one failed, this operation fails with the same
@@ -72,9 +71,10 @@ class Stream(ABC):
             priority: larger goes earlier.
             nbytes: bytes moved, from which a simulated accelerator takes the time.
             garbage: tensors, each overwritten as a whole by `work`, that a simulated accelerator fills with NaN first.
-            finish: called on a thread of the stream with the seconds that `work` took, once all of it is done, on a
-                GPU too; the event comes after it, and has its exception. Operations behind this one do not wait for
-                it, so that a stream of copies never stops for the host to look at what arrived.
+            finish: called on a thread of the stream with what `work` returned and the seconds it took, once all of it
+                is done, on a GPU too; the event comes after it, and has its exception. Operations behind this one do
+                not wait for it, so that a stream of copies never stops for the host to look at what arrived: what
+                touches the same regions comes after the event.
 
         Raises:
             ClosedError: the device was closed, or this process was forked from the one that made it.
@@ -158,7 +158,7 @@ class Device(ABC):
 
     @property
     def bounce(self) -> Bounce | None:
-        """What copies between the device and pageable host memory go through; None where they need nothing."""
+        """What copies between the device and host memory go through; None where they need nothing."""
         return None
 
     def host_size(self, nbytes: int) -> int:

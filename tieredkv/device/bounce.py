@@ -1,4 +1,4 @@
-"""A small ring of pinned buffers, through which host memory that could not be pinned is copied to a device and back.
+"""Copies of blocks between host memory and a device: pinned memory at once, other memory through a small ring.
 
 A copy engine reads pinned memory only: from pageable memory it would be served by the driver, one copy at a time, with
 the host waiting. Here the host fills one buffer while the engine empties the other.
@@ -22,7 +22,7 @@ BUFFER_BYTES = 1 << 20
 
 
 class Bounce:
-    """Two rings, one for each direction. Thread-safe; pins nothing before it is needed.
+    """Copies in both directions, with a ring of pinned buffers for each. Thread-safe; pins nothing before it is needed.
 
     Args:
         pinned: where the buffers come from, and what says whether a tensor needs them.

@@ -9,6 +9,7 @@ Imports: device.base, device.bounce, device.event, device.memory, device.worker.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -95,10 +96,6 @@ class CopyLane:
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
 
-    def count(self) -> int:
-        """Operations enqueued and not done."""
-        return sum(not event.done() for event in self._in_flight.copy())
-
     def drain(self) -> None:
         """Wait for the GPU and let go of every tensor."""
         self._stream.synchronize()
@@ -158,12 +155,14 @@ class CudaStream(WorkerStream):
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._lane = CopyLane(device)
-        self._finisher = Worker(f"{name}-finish", FinishLane(device).issue)
         super().__init__(name, Worker(name, self._lane.issue, self._lane.drain))
+        self._finisher = Worker(f"{name}-finish", FinishLane(device).issue)
+        self._open: deque[Event] = deque()
+        self._lock = threading.Lock()
 
     def submit(
         self,
-        work: Callable[[], object],
+        work: Callable[[], T],
         *,
         name: str = "",
         reads: Sequence[Region] = (),
@@ -172,13 +171,24 @@ class CudaStream(WorkerStream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[float], object] | None = None,
+        finish: Callable[[T, float], object] | None = None,
     ) -> Event:
-        copied = super().submit(work, name=name, after=after, priority=priority, nbytes=nbytes)
-        if finish is None:
-            return copied
-        event = Event(name)
-        self._finisher.submit(Operation(lambda: finish(copied.seconds), event, (copied,), priority))
+        results: list[T] = []
+        keep = work if finish is None else lambda: results.append(work())
+        event = copied = super().submit(keep, name=name, after=after, priority=priority)
+        if finish is not None:
+            event = Event(name)
+            try:
+                self._finisher.submit(
+                    Operation(lambda: finish(results.pop(), copied.seconds), event, (copied,), priority)
+                )
+            except BaseException:
+                copied.join()  # whoever is told that nothing was submitted gives back what it uses
+                raise
+        with self._lock:
+            while self._open and self._open[0].done():
+                self._open.popleft()
+            self._open.append(event)
         return event
 
     @property
@@ -187,7 +197,7 @@ class CudaStream(WorkerStream):
 
     @property
     def pending(self) -> int:
-        return self.worker.pending + self._lane.count() + self._finisher.pending
+        return sum(not event.done() for event in tuple(self._open))
 
     def new_event(self, name: str) -> Event:
         return CudaEvent(name)

@@ -56,9 +56,10 @@ class Event:
         """Block the host until the operation is done. What it wrote may be read on the host afterwards.
 
         Raises the operation's own exception, at every call, with the thread's traceback as a note; ClosedError in a
-        child process for what its parent left unfinished. A work must not wait for a later one of its own stream.
+        child process for what its parent left unfinished. An interrupt (Ctrl-C) is raised when the operation is over:
+        whoever waited gives back what it uses. A work must not wait for a later one of its own stream.
         """
-        self.join()
+        self.join_through()
         self.raise_error()
 
     @property
@@ -84,6 +85,14 @@ class Event:
             )
         with self._latch:
             return
+
+    def join_through(self) -> None:
+        """`join`, also where it is interrupted; what interrupted it is raised afterwards."""
+        try:
+            self.join()
+        except BaseException:
+            self.join()
+            raise
 
     def raise_error(self) -> None:
         """Raise what the settled operation raised, if it did."""

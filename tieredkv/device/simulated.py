@@ -58,8 +58,10 @@ class ClockedEvent(Event):
         return is_done
 
     def wait(self) -> None:
-        self.join()
-        self.clocks.learn(self.clock)
+        try:
+            self.join_through()
+        finally:
+            self.clocks.learn(self.clock)
         self.raise_error()
 
 
@@ -112,7 +114,7 @@ class SimulatedStream(WorkerStream):
 
     def submit(
         self,
-        work: Work,
+        work: Callable[[], T],
         *,
         name: str = "",
         reads: Sequence[Region] = (),
@@ -121,11 +123,13 @@ class SimulatedStream(WorkerStream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[float], object] | None = None,
+        finish: Callable[[T, float], object] | None = None,
     ) -> Event:
         self.worker.check_open()
         with self._clocks.lock:
             clock = self._clocks.step((self.name, priority), name or self.name, reads, writes, known(after))
+            if finish is not None:  # on a GPU it is no part of the stream: only the event is after it
+                clock = self._clocks.step((f"{self.name} finish", priority), name or self.name, reads, writes, [clock])
             event = ClockedEvent(name, self._clocks, clock)
             whole = finished(work, finish, event)
             self.worker.submit(Operation(whole, event, tuple(after), priority, nbytes, tuple(garbage)))

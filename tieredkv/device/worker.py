@@ -19,12 +19,15 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from tieredkv.device.base import Device, Region, Stream
 from tieredkv.device.event import Event
 from tieredkv.errors import ClosedError
+
+T = TypeVar("T")
 
 EXIT_SECONDS = 2.0
 """How long garbage collection and interpreter exit wait for an operation that is running."""
@@ -259,14 +262,14 @@ def give_torch_one_core() -> None:
         restore.join()
 
 
-def finished(work: Work, finish: Callable[[float], object] | None, event: Event) -> Work:
+def finished(work: Callable[[], T], finish: Callable[[T, float], object] | None, event: Event) -> Work:
     """The work and, where what it does is done when it returns, what is to follow it."""
     if finish is None:
         return work
 
     def both() -> None:
-        work()
-        finish(time.perf_counter() - event.started_at)
+        result = work()
+        finish(result, time.perf_counter() - event.started_at)
 
     return both
 
@@ -284,7 +287,7 @@ class WorkerStream(Stream):
 
     def submit(
         self,
-        work: Work,
+        work: Callable[[], T],
         *,
         name: str = "",
         reads: Sequence[Region] = (),
@@ -293,7 +296,7 @@ class WorkerStream(Stream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[float], object] | None = None,
+        finish: Callable[[T, float], object] | None = None,
     ) -> Event:
         event = self.new_event(name)
         self.worker.submit(Operation(finished(work, finish, event), event, tuple(after), priority, nbytes))

@@ -70,7 +70,7 @@ def save(path: Path, contents: Contents) -> None:
             for i, each in contents.others.items()
         },
         "positions": _encode(vars(contents.positions), "positions", small),
-        "model": {} if model is None else _encode(dict(_kept_by(model)), "model", small),
+        "model": _encode({} if model is None else dict(_kept_by(model)), "model", small),
     }
     pairs = {index: pair for index in contents.tiered if (pair := contents.layer(index)) is not None}
     content["filled"] = sorted(pairs)

@@ -113,9 +113,8 @@ class StepCache(DynamicCache):
             if frame.chunks:
                 store.prefetcher.start(range(len(store.layers)), frame.chunks)
         ids = torch.cat([member.ids for member in members])
-        return StepInput(
-            ids.unsqueeze(0), torch.tensor([positions], device=ids.device), torch.tensor(last, device=ids.device)
-        )
+        at, ends = (torch.tensor(x, device="cpu").to(ids.device, non_blocking=True) for x in ([positions], last))
+        return StepInput(ids.unsqueeze(0), at, ends)
 
     def _place(self) -> None:
         """Where everything is read now; what one member needed may have moved blocks of another."""
@@ -346,7 +345,8 @@ def _together(plans: Sequence[ForwardPlan], store: BlockStore) -> ForwardPlan:
     writes = [
         HotWrite(row, 0, write.start, write.tokens) for row, plan in enumerate(plans) for write in plan.hot_writes
     ]
-    index = torch.tensor([write.start for write in writes], dtype=torch.int64, device=store.device.torch_device)
+    index = torch.tensor([write.start for write in writes], dtype=torch.int64, device="cpu")
+    index = index.to(store.device.torch_device, non_blocking=True)
     return ForwardPlan(
         number=max(plan.number for plan in plans),
         past=max(plan.past for plan in plans),

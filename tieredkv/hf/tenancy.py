@@ -99,7 +99,7 @@ class Tenancy:
         device = self.device or device_for(where)
         name = self._attachment.fingerprint
         with torch.inference_mode(False):  # memory made in inference mode could be written nowhere else
-            return BlockStore(self._settings, layers, [where] * len(layers), device, rows, name)
+            return BlockStore(self._settings, layers, device, rows, name)
 
     def begin_with(self, shared: SharedStore, store: BlockStore, rows: Sequence[Sequence[Block]], tokens: int) -> None:
         """Begin with blocks that are there already, in the store's lock.

@@ -160,7 +160,10 @@ class Runner:
         device = self._model.device
         while pieces:
             members = [
-                Member(request.cache, request.ids[request.prefilled : request.prefilled + count].to(device))
+                Member(
+                    request.cache,
+                    request.ids[request.prefilled : request.prefilled + count].to(device, non_blocking=True),
+                )
                 for request, count in pieces
                 if request.cache is not None
             ]
@@ -216,7 +219,8 @@ class Runner:
     def _forward(self, given: StepInput, pieces: list[Piece]) -> torch.Tensor | None:
         """Logits `[requests whose last known token is in the step, vocabulary]`; None when the step failed."""
         complete = [index for index, (request, count) in enumerate(pieces) if request.missing == count]
-        wanted = given.last[complete] if complete else given.last[:1]
+        chosen = torch.tensor(complete or [0], device="cpu").to(given.last.device, non_blocking=True)
+        wanted = given.last.index_select(0, chosen)
         options = {"logits_to_keep": wanted} if self._keeps_logits else {}
         started = time.perf_counter()
         try:

@@ -99,6 +99,7 @@ def _staging_bytes(layers: Sequence[LayerKV], hot_bytes: int, encoding: Encoding
         for layer in growing
     )
     raw_bytes = max(encoded_block_bytes(x, "raw", encoding.block_size, encoding.dtype).total_bytes for x in growing)
+    # The plan is for a device with memory of its own; a CPU takes less for this.
     most_tokens = settings.most_chunk_tokens(raw_bytes // encoding.block_size, on_gpu=True)
     most_blocks = max(1, most_tokens // encoding.block_size)
     return each * max(1, min(max(0, hot_bytes) // _STAGING_SHARE // each, most_blocks))

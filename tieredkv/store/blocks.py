@@ -33,7 +33,7 @@ from tieredkv.stats import Counters
 from tieredkv.store.moves import MoveQueue
 from tieredkv.store.opening import Budget, open_tiers, staging_ring
 from tieredkv.tiers import Tier
-from tieredkv.transfer import Mover, read_regions
+from tieredkv.transfer import Arrival, Mover, read_regions
 
 __all__ = ["BlockStore", "Holder"]
 
@@ -89,7 +89,6 @@ class BlockStore(MoveQueue):
     Args:
         settings: sizes and choices.
         layers: geometry of each tiered layer.
-        layer_devices: where each tiered layer's K and V come from.
         device: streams, events and memory of the computing device.
         rows: batch rows of the first forward, for sizes given in tokens.
         fingerprint: names the model in cold files.
@@ -103,15 +102,12 @@ class BlockStore(MoveQueue):
         self,
         settings: CacheSettings,
         layers: Sequence[LayerGeometry],
-        layer_devices: Sequence[torch.device],
         device: Device,
         rows: int,
         fingerprint: str,
     ) -> None:
         super().__init__()
         self.settings, self.layers, self.device = settings, tuple(layers), device
-        self.layer_devices = list(layer_devices)
-        self.written: set[int] = set()
         self.block_size = settings.block_size
         self.codec = get_codec(settings.codec)
         self.visibility: Visibility | None = None
@@ -124,7 +120,7 @@ class BlockStore(MoveQueue):
         self.budget.promise_to(self, device)
         self.tiers: dict[str, Tier] = {}
         self.hot, self.packed, self.warm, self.cold = open_tiers(
-            self.budget, settings, self.layers, self.layer_devices, self.codec, device, fingerprint
+            self.budget, settings, self.layers, self.codec, device, fingerprint
         )
         opened = (self.hot, self.packed, self.warm, self.cold)
         self.tiers = {tier.role: tier for tier in opened if tier is not None}
@@ -234,12 +230,13 @@ class BlockStore(MoveQueue):
         with self.lock:
             self.version += 1
             self.decoded.discard(block.id)
-            for event in self.through.pop(block.id, ()):
-                with contextlib.suppress(TieredKVError, OSError):
-                    event.wait()
-            if block.id in self._moving:
-                return
-            self._free_slots(block)
+            try:
+                for event in self.through.pop(block.id, [])[-1:]:  # one stream: the last comes after the others
+                    with contextlib.suppress(TieredKVError, OSError):
+                        event.wait()
+            finally:
+                if block.id not in self._moving:
+                    self._free_slots(block)
 
     # ---- room in hot
 
@@ -309,31 +306,26 @@ class BlockStore(MoveQueue):
             ChecksumError, ColdTierError: it cannot be had.
         """
         part = slice(slot, slot + 1)
-        arriving: list[Callable[[float], None]] = []
-
-        def load() -> None:
-            for layer in range(len(self.layers)):
-                k_pool, v_pool = self.hot.planes[layer]
-                scratch = None
-                if not self.codec.lossless:
-                    scratch = tuple(plane.empty(1, k_pool.device) for plane in self.mover.planes[layer])
-                arriving.append(self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch))
-
-        def finish(seconds: float) -> None:
-            for arrived in arriving:
-                arrived(seconds / len(arriving))
-
         self._used_hot.add(slot)
         if not self.codec.lossless:
             self.decoded.add(block.id)
-        self.device.up.submit(
-            load,
-            finish=finish,
-            reads=read_regions([block]),
-            writes=[("hot", slot)],
-            after=[self.device.record()],
-            name="promote",
-        ).wait()
+        for layer in range(len(self.layers)):  # one after the other: a scratch is of one layer
+            k_pool, v_pool = self.hot.planes[layer]  # made here if it is new: computing reads it, and `up` comes after
+
+            def load(layer: int = layer, k_pool: torch.Tensor = k_pool, v_pool: torch.Tensor = v_pool) -> Arrival:
+                scratch = None
+                if not self.codec.lossless:
+                    scratch = tuple(plane.empty(1, k_pool.device) for plane in self.mover.planes[layer])
+                return self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch)
+
+            self.device.up.submit(
+                load,
+                finish=self.mover.arrived,
+                reads=read_regions([block]),
+                writes=[("hot", slot)],
+                after=[self.device.record()],
+                name="promote",
+            ).wait()
 
     # ---- end
 

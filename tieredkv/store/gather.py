@@ -52,7 +52,7 @@ def read_layer(store: BlockStore, holder: Holder, layer: int, tokens: int) -> tu
         for event in store.through.get(block.id, ()):
             event.wait()
     with store.lock:
-        whole = _Whole(store, layer, len(holder.table), tokens, store.layer_devices[layer])
+        whole = _Whole(store, layer, len(holder.table), tokens, store.device.torch_device)
         whole.add(*split_reads(store, holder, tokens))
     return whole.k, whole.v
 

@@ -168,12 +168,12 @@ class MoveQueue:
     def _apply(self, move: Move) -> None:
         if move not in self._moves:
             return
-        self._moves.remove(move)
         failure: Exception | None = None
         try:
             move.event.wait()
         except (TieredKVError, OSError) as error:
             failure = error
+        self._moves.remove(move)
         slots = self.tiers[move.target].slots
         for block, slot in zip(move.blocks, move.slots, strict=True):
             del self._moving[block.id]

@@ -191,7 +191,6 @@ def open_tiers(
     budget: Budget,
     settings: CacheSettings,
     layers: Sequence[LayerGeometry],
-    layer_devices: Sequence[torch.device],
     codec: Codec,
     device: Device,
     fingerprint: str,
@@ -208,7 +207,7 @@ def open_tiers(
 
     def empty(layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # Zeros, since a kernel may multiply what lies behind a block's last token by 0, and 0 times NaN is NaN.
-        return _zeros(shape, dtype, layer_devices[layer])
+        return _zeros(shape, dtype, device.torch_device)
 
     cold_settings = settings.cold_settings
     cold = None

@@ -90,8 +90,9 @@ def commit(store: BlockStore, holder: Holder) -> None:
         try:
             for write in plan.through_writes:
                 for block in write.blocks:
-                    for event in store.through.pop(block.id, ()):
+                    for event in store.through.get(block.id, ()):
                         event.wait()
+                    store.through.pop(block.id, None)
         except BaseException as failure:  # an interrupt while waiting too
             holder.plan = plan
             rollback(store, holder)

@@ -25,24 +25,20 @@ def check_tensors(store: BlockStore, layer: int, key: torch.Tensor, value: torch
         (heads, k_dim, shape[3]) == (wanted.kv_heads, wanted.k_dim, wanted.v_dim)
         and (rows, heads, new) == shape[:3]
         and key.dtype == value.dtype == wanted.dtype
-    ):
-        if store.layer_devices[layer] == key.device:
-            return
-        if layer not in store.written:
-            store.layer_devices[layer] = key.device
-            return
+    ) and store.device.torch_device == key.device:
+        return
     got = LayerGeometry(heads, k_dim, shape[3], key.dtype)
     raise MismatchError(
         f"Keys and values that do not belong to tiered layer {layer} of this cache.",
-        wanted=f"{store.layers[layer]} on {store.layer_devices[layer]}",
+        wanted=f"{store.layers[layer]} on {store.device.torch_device}",
         got=f"{got}, values {tuple(value.shape)} {value.dtype} on {key.device}",
-        change="use one cache per model, dtype and device; reset() keeps these, so make a new cache",
+        change="use one cache per model and dtype, all of whose tiered layers compute on one device; reset() keeps"
+        " these, so make a new cache",
     )
 
 
 def write(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Write [rows, kv_heads, new, dim] keys and values of one layer."""
-    store.written.add(layer)
     if store.device.kind == "simulated":
         regions: list[Region] = [
             ("hot", slot) for write in plan.hot_writes for slot in _slots(write.start, write.tokens, store)

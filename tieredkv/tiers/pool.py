@@ -17,7 +17,7 @@ class PoolTier(Tier):
     """A tier over tensors `[kv_heads, slots, *inner]`: copies are slices, and runs are views."""
 
     in_through: Copy | None = None
-    """What copies into this tier's memory go through, and out of it: for memory that could not be pinned."""
+    """What copies into this tier's memory go through, and out of it, where that is beside a device of its own."""
     out_through: Copy | None = None
 
     def write(self, layer: int, slots: Sequence[int], planes: Planes, *, non_blocking: bool = False) -> None:

@@ -55,7 +55,7 @@ class WarmTier(PoolTier):
             "growing" takes pieces as blocks arrive, for pinned memory, which is committed at once. `runs` and `run`
             never cross a piece.
         first_piece_bytes: size of the first growing piece.
-        bounce: what copies go through where `host_empty` gave pageable memory, or None where that needs nothing.
+        bounce: what copies to and from a device go through, or None where they need nothing.
     """
 
     def __init__(

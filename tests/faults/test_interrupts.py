@@ -1,0 +1,112 @@
+"""Ctrl-C while something waits for a copy: whoever waited gives back what it uses, so the copy has to be over then."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, audit, feed, oracle, small, store_of, tiny, tokens
+
+import tieredkv
+from tieredkv.block import Block
+from tieredkv.device import CpuDevice, SimulatedAccelerator
+
+LATENCY_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def interrupt_soon(seconds: float = 0.04) -> Iterator[None]:
+    """KeyboardInterrupt on the main thread after a while, and not later than the end of the `with`."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_wait_ends_with_the_operation() -> None:
+    with CpuDevice() as device:
+        event = device.up.submit(lambda: time.sleep(LATENCY_SECONDS))
+        with pytest.raises(KeyboardInterrupt), interrupt_soon():
+            event.wait()
+        assert event.done()
+
+
+def slow(cold_dir: Path) -> tuple[Any, tieredkv.TieredCache, SimulatedAccelerator]:
+    """(model, cache that has streamed, its device, each of whose copies takes a while)."""
+    device, model = SimulatedAccelerator(latency_seconds=LATENCY_SECONDS, max_delay_seconds=0.0), tiny()
+    cache = small(model, None, warm="200 tokens", device=device)
+    feed(model, tokens(90), cache, [80, 9])
+    return model, cache, device
+
+
+@pytest.mark.parametrize("what", ["flush", "promote", "demote", "wait_all", "forward"])
+def test_after_an_interrupt_everything_is_where_it_was(cold_dir: Path, what: str) -> None:
+    model, cache, device = slow(cold_dir)
+    with device, cache:
+        store = store_of(cache)
+        if what == "promote":
+            cache.demote()
+        sealed = [block for holder in store.holders for block in holder.table.blocks() if block.sealed]
+
+        def movable(block: Block) -> bool:
+            return block.hot is not None and not block.is_stored_below and not store.is_moving(block)
+
+        doing: dict[str, Any] = {
+            "flush": lambda: (store.prefetcher.start(range(2), store.prefetcher._chunks), store.prefetcher.flush()),
+            "promote": cache.promote,
+            "demote": cache.demote,
+            "wait_all": lambda: (
+                store.start_move([b for b in sealed if movable(b)][:1], "hot", "room"),
+                store.wait_all(),
+            ),
+            "forward": lambda: feed(model, tokens(91)[:, 90:], cache),
+        }
+        length = cache.get_seq_length()
+        for _ in range(3):
+            with contextlib.suppress(KeyboardInterrupt), interrupt_soon():
+                doing[what]()
+                time.sleep(1)
+        device.synchronize()
+        ring = store.prefetcher
+        assert len(ring._free) + len(ring._loads) == store.settings.staging_buffers
+        if cache.get_seq_length() > length:
+            cache.crop(length - cache.get_seq_length())
+        audit(cache)
+        ids = tokens(100)
+        assert_close(feed(model, ids[:, length:], cache, [1] * 3), oracle(ids)[:, length:])
+
+
+def test_a_thread_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, cold_dir: Path) -> None:
+    start, refused = threading.Thread.start, [2]
+
+    def cannot(self: threading.Thread) -> None:
+        if refused[0] and self.name == "tieredkv-up":
+            refused[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    model = tiny()
+    with small(model, None, warm="200 tokens", settings=tieredkv.CacheSettings(read_in_place=False)) as cache:
+        ids = tokens(100)
+        feed(model, ids[:, :90], cache)
+        monkeypatch.setattr(threading.Thread, "start", cannot)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                feed(model, ids[:, 90:91], cache)
+        with torch.no_grad():
+            assert_close(feed(model, ids[:, 90:], cache, [1] * 9), oracle(ids)[:, 90:])
+        audit(cache)
