@@ -53,7 +53,7 @@ slow: $(STAMP)
 	$(PY) -m pytest -m slow
 
 # Without what runs whole programs or thousands of steps: `make test` has it.
-WHOLE := stateful benchmarks integrations models serving faults cli
+WHOLE := stateful benchmarks integrations models serving faults cli device/test_on_cuda.py
 check: lint
 	$(PY) -m pytest -n $(JOBS) -m "not slow" $(WHOLE:%=--ignore=tests/%)
 
