@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,31 +16,30 @@ from support import assert_close, audit, feed, oracle, small, store_of, tiny, to
 
 import tieredkv
 from tieredkv.block import Block
-from tieredkv.device import CpuDevice, SimulatedAccelerator
+from tieredkv.device import CpuDevice, Event, SimulatedAccelerator
 
-LATENCY_SECONDS = 0.1
+LATENCY_SECONDS = 0.02
 
 
 @contextlib.contextmanager
-def interrupt_soon(seconds: float = 0.04) -> Iterator[None]:
-    """KeyboardInterrupt on the main thread after a while, and not later than the end of the `with`."""
+def interrupted_wait() -> Iterator[None]:
+    """Ctrl-C where the main thread first waits for something that is not done."""
+    join, is_due = Event.join, [True]
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(self: Event) -> None:
+        if is_due[0] and not self.settled and threading.current_thread() is threading.main_thread():
+            is_due[0] = False
+            raise KeyboardInterrupt
+        join(self)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+    with mock.patch.object(Event, "join", interrupted):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_interrupted_wait_ends_with_the_operation() -> None:
     with CpuDevice() as device:
         event = device.up.submit(lambda: time.sleep(LATENCY_SECONDS))
-        with pytest.raises(KeyboardInterrupt), interrupt_soon():
+        with pytest.raises(KeyboardInterrupt), interrupted_wait():
             event.wait()
         assert event.done()
 
@@ -77,9 +76,8 @@ def test_after_an_interrupt_everything_is_where_it_was(cold_dir: Path, what: str
         }
         length = cache.get_seq_length()
         for _ in range(3):
-            with contextlib.suppress(KeyboardInterrupt), interrupt_soon():
+            with contextlib.suppress(KeyboardInterrupt), interrupted_wait():
                 doing[what]()
-                time.sleep(1)
         device.synchronize()
         ring = store.prefetcher
         assert len(ring._free) + len(ring._loads) == store.settings.staging_buffers

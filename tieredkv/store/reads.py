@@ -43,7 +43,9 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
     if plan.new == 1:
         if plan.rows > 1:
             index = [write.start for write in plan.hot_writes]
-            write_index = torch.tensor(index, dtype=torch.int64, device="cpu").to(store.device.torch_device, non_blocking=True)
+            write_index = torch.tensor(index, dtype=torch.int64, device="cpu").to(
+                store.device.torch_device, non_blocking=True
+            )
         holder.reads = (_reads_key(store, plan), hot_runs, warm_runs, chunks) if not hidden else None
     store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)
     store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
