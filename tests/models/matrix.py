@@ -244,12 +244,12 @@ def examine(model_type: str) -> Outcome:
     for sizes, scale in itertools.product((WIDE, SMALL), (8.0, 1.0)):
         try:
             model = tiny_model(tiny_config(model_type, sizes), scale)
-            oracle = Oracle(in_float64(model))
+            outcome.name, oracle = type(model).__name__, Oracle(in_float64(model))
             moved, stock = sensitivity(oracle), with_stock(model, oracle, outcome)
         except Exception as failure:
             outcome.failure = f"{type(failure).__name__}: {failure}"[:300]
             continue
-        built, outcome.name, outcome.sensitivity, outcome.stock = (model, oracle), type(model).__name__, moved, stock
+        built, outcome.sensitivity, outcome.stock = (model, oracle), moved, stock
         if stock_is_exact(stock):
             break
     if built is None:
