@@ -36,7 +36,7 @@ class Attention(torch.nn.Module):
         self.num_key_value_groups, self.is_causal, self.config = group, True, config
 
 
-def step_of(model: Any, cache: DynamicCache) -> Callable[[], object]:
+def step_of(model: Any, cache: DynamicCache) -> Callable[[], Any]:
     """One decode step."""
     token = torch.zeros((1, 1), dtype=torch.int64)
     return lambda: model(token, cache=cache)
@@ -60,17 +60,14 @@ def compare_steps(tokens: int, dtype: torch.dtype, rounds: int) -> tuple[float, 
     with TieredCache(our_model.config, hot=f"{tokens + 2048} tokens", warm=0) as ours:
         shapes.fill(ours, config, tokens, dtype)
         for _ in range(2):  # the first step after a fill by hand gathers, and finds out that blocks serve
-            error = _difference(step_of(stock_model, stock)(), step_of(our_model, ours)())
+            exact, got = step_of(stock_model, stock)().logits, step_of(our_model, ours)().logits
+            error = harness.difference(got, exact)
         times = harness.interleave(
             {"stock": step_of(stock_model, stock), "ours": step_of(our_model, ours)}, rounds=rounds, inner=5
         )
         detail = {name: dataclasses.asdict(t) for name, t in times.items()}
         detail |= {"mode": ours.mode, "logit_error": error}
     return times["stock"].median_seconds / times["ours"].median_seconds, detail
-
-
-def _difference(a: Any, b: Any) -> float:
-    return float((a.logits - b.logits).abs().max() / a.logits.abs().max())
 
 
 def attention_alone(

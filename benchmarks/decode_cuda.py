@@ -89,6 +89,17 @@ def models(config: LlamaConfig, scale: Scale) -> tuple[Any, Any]:
     return stock, ours
 
 
+def streamed_cache(model: Any) -> TieredCache:
+    """A cache of which most blocks come from below hot."""
+    return TieredCache(model, hot=f"{256 + 8 * 128} tokens", warm="4096 tokens", window=256)
+
+
+def logits_of(model: Any, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
+    """Of a prompt's last token, and of twenty steps after it."""
+    parts = (ids[:, :-20], *ids[:, -20:].split(1, 1))
+    return torch.cat([model(part, cache=cache, logits_to_keep=1).logits for part in parts], 1)
+
+
 def exactness(scale: Scale) -> Iterator[Row]:
     """A prompt, and steps after it, with most blocks below hot: logits against DynamicCache in fp32."""
     config = next(iter(scale.configs.values()))
@@ -97,45 +108,31 @@ def exactness(scale: Scale) -> Iterator[Row]:
     with scale.device:
         model: Any = shapes.model_of(config, torch.float32)
     ids = torch.randint(0, config.vocab_size, (1, 1500), device=scale.device)
-    wanted, got = [], []
-    stock = DynamicCache(config=model.config)
-    for part in (ids[:, :1480], *ids[:, 1480:].split(1, 1)):
-        wanted.append(model(part, cache=stock, logits_to_keep=1).logits)
-    with TieredCache(model, hot=f"{256 + 8 * 128} tokens", warm="4096 tokens", window=256) as ours:
-        for part in (ids[:, :1480], *ids[:, 1480:].split(1, 1)):
-            got.append(model(part, cache=ours, logits_to_keep=1).logits)
+    exact = logits_of(model, DynamicCache(config=model.config), ids)
+    with streamed_cache(model) as ours:
+        error = harness.difference(logits_of(model, ours, ids), exact)
         stats = ours.stats()
-    a, b = torch.cat(wanted, 1), torch.cat(got, 1)
-    error = float((a - b).abs().max() / a.abs().max())
     detail = {"mode": stats.mode, "verified_blocks": stats.verified_blocks, "graphs": stats.graphs}
     yield Row(
         "logits against DynamicCache, fp32, streamed: largest difference", error, "", "<= 1e-4", error <= 1e-4, detail
     )
     if error > 1e-4:
         raise RuntimeError(f"not exact: {error}; no figure below would mean anything")
-    yield from exact_in_half(scale, model, ids, torch.cat(wanted, 1))
+    yield from exact_in_half(scale, model, ids, exact)
 
 
 def exact_in_half(scale: Scale, model: Any, ids: torch.Tensor, exact: torch.Tensor) -> Iterator[Row]:
     """The same in half precision, which other kernels serve: both caches' distance from the fp32 logits."""
     dtype = torch.bfloat16 if scale.dtype == torch.float32 else scale.dtype
     half = copy.deepcopy(model).to(dtype)
-    parts = (ids[:, :1480], *ids[:, 1480:].split(1, 1))
-    errors = []
-    for cache in (
-        TieredCache(half, hot=f"{256 + 8 * 128} tokens", warm="4096 tokens", window=256),
-        DynamicCache(config=half.config),
-    ):
-        logits = torch.cat([half(part, cache=cache, logits_to_keep=1).logits for part in parts], 1)
-        errors.append(float((logits.float() - exact).abs().max() / exact.abs().max()))
-        if isinstance(cache, TieredCache):
-            cache.close()
-            half.set_attn_implementation("sdpa")
-    ratio = errors[0] / max(errors[1], 1e-9)
-    detail = {"ours": errors[0], "stock": errors[1]}
+    with streamed_cache(half) as cache:
+        ours = harness.difference(logits_of(half, cache, ids), exact)
+    half.set_attn_implementation("sdpa")
+    stock = harness.difference(logits_of(half, DynamicCache(config=half.config), ids), exact)
+    ratio, detail = ours / max(stock, 1e-9), {"ours": ours, "stock": stock}
     name = str(dtype).removeprefix("torch.")
     yield Row(f"error of logits in {name}, streamed: ours over DynamicCache's", ratio, "x", "<= 2", ratio <= 2, detail)
-    if ratio > 2 and errors[0] > 1e-4:
+    if ratio > 2 and ours > 1e-4:
         raise RuntimeError(f"not exact: {detail}; no figure below would mean anything")
 
 

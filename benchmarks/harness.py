@@ -90,6 +90,11 @@ def timing(seconds: Sequence[float]) -> Timing:
     return Timing(statistics.median(ordered), percentile(0.9), percentile(0.99), len(ordered))
 
 
+def difference(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest between two tensors of one shape, as a share of the largest exact value."""
+    return float((got - exact).abs().max() / exact.abs().max())
+
+
 def read_bandwidth(seconds: float = 1.0) -> float:
     """Bytes a second that all cores read from memory, the best of several sums over 512 MiB."""
     buffer = torch.ones(2**27)

@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.harness import Row
+from benchmarks.harness import Row, difference
 from benchmarks.serving_load import ANY_PACE, Subject, Watch, greedy, serving
 from tieredkv.serving import EngineSettings
 
@@ -152,7 +152,7 @@ def same_output(found: Mixed) -> list[Row]:
     alone, ours = found.logits["generate"], found.logits["ours"]
     pairs = list(zip(alone, ours, strict=True))
     largest = max(float((mine - theirs).abs().max()) for theirs, mine in pairs)
-    relative = max(float((mine - theirs).abs().max() / theirs.abs().max()) for theirs, mine in pairs)
+    relative = max(difference(mine, theirs) for theirs, mine in pairs)
     other = sum(mine != theirs for theirs, mine in zip(found.answers["generate"], found.answers["ours"], strict=True))
     batch = sum(
         mine != theirs for theirs, mine in zip(found.answers["generate"], found.answers["generate_batch"], strict=True)

@@ -127,7 +127,7 @@ def against(
             cache.crop(-1)
         if cache.mode != "blocks":
             raise RuntimeError(f"{name}: attended in mode {cache.mode}, {cache.fallback_reason}")
-    error = float((logits["window"] - logits["all hot"]).abs().max() / logits["all hot"].abs().max())
+    error = harness.difference(logits["window"], logits["all hot"])
 
     def step(cache: TieredCache) -> None:
         model(token, cache=cache)

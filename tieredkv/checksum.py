@@ -80,8 +80,7 @@ class Checksummer:
         self.native_reason: str | None = None
         self._compile_after_bytes = compile_after_bytes
         self._lock = threading.Lock()
-        self._weights: dict[torch.device, torch.Tensor] = {}
-        self._all_weights: list[torch.Tensor] = []
+        self._weights: dict[torch.device, list[torch.Tensor]] = {}  # the last of each is the longest
         self._seen_bytes: dict[str, int] = {}
         self._kernels: dict[str, _Kernel] = {}
         self._records: dict[str, CompileRecord] = {}
@@ -142,14 +141,12 @@ class Checksummer:
     def _weights_for(self, row_words: int, device: torch.device) -> torch.Tensor:
         """At least `row_words` weights on `device`; a longer row has the weights of a shorter one in front."""
         with self._lock:
-            weights = self._weights.get(device)
-            if weights is None or len(weights) < row_words:
+            kept = self._weights.setdefault(device, [])
+            if not kept or len(kept[-1]) < row_words:
                 with torch.inference_mode(False):  # the weights outlive the caller's mode
-                    weights = _make_weights(1 << max(0, row_words - 1).bit_length()).to(device)
-                # The shorter ones are kept: kernels of another stream may not have read them yet.
-                self._all_weights.append(weights)
-                self._weights[device] = weights
-            return weights
+                    # The shorter ones are kept: kernels of another stream may not have read them yet.
+                    kept.append(_make_weights(1 << max(0, row_words - 1).bit_length()).to(device))
+            return kept[-1]
 
     def _weighted_sum(self, words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """words `[heads, n, head_words]`, weights `[heads, head_words]` -> `[n]`."""

@@ -75,9 +75,8 @@ class VerifiedReads:
             return _nothing
 
         def check() -> None:
-            if self._is_compared(layer, blocks, tier):
-                for index, _ in self._seen_wrong(layer, blocks, tier, out):
-                    self._read_again(layer, blocks[index], tier, _one(out, index))
+            for index, _ in self._wrong_blocks(layer, blocks, tier, out):
+                self._read_again(layer, blocks[index], tier, _one(out, index))
 
         return check
 
@@ -97,16 +96,15 @@ class VerifiedReads:
             self._tell(tier, wrong[0][1])
         return wrong
 
-    def _is_compared(self, layer: int, blocks: Sequence[Block], tier: str) -> bool:
-        if self._verify == "first":
-            # In another tier it lies as other bytes, which nobody has looked at yet.
-            return not all((tier, block.id, layer) in self._seen for block in blocks)
-        return self._verify == "always"
-
-    def _seen_wrong(
+    def _wrong_blocks(
         self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
     ) -> list[tuple[int, ChecksumError]]:
-        """`compare` of what was read, which is remembered if it is right."""
+        """`compare` of what was read, as often as the settings say; what is right is remembered."""
+        if self._verify == "off":
+            return []
+        # In another tier it lies as other bytes, which nobody has looked at yet.
+        if self._verify == "first" and all((tier, block.id, layer) in self._seen for block in blocks):
+            return []
         wrong = self.compare(layer, blocks, tier, planes)
         if not wrong and self._verify == "first":
             self._seen.update((tier, block.id, layer) for block in blocks)
@@ -123,9 +121,7 @@ class VerifiedReads:
                 self._counters.failed(tier=1)
                 error = self._unreadable(block, layer, source, failure)
                 continue
-            if not self._is_compared(layer, [block], source):
-                return
-            wrong = self._seen_wrong(layer, [block], source, out)
+            wrong = self._wrong_blocks(layer, [block], source, out)
             if not wrong:
                 return
             error = wrong[0][1]

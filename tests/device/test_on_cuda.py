@@ -57,37 +57,39 @@ def test_logits_are_those_without_a_cache(
         assert cache.stats().decode.streamed_bytes > 0
 
 
+@torch.no_grad()
+def padded_logits(
+    gpu: EmulatedGpu, model: Any, cache: TieredCache, ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Of all tokens of several rows, given in pieces with what hides their padding."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    got, last = [], 0
+    for piece in PIECES:
+        first, last = last, last + piece
+        part, seen, at = (gpu.put(x) for x in (ids[:, first:last], mask[:, :last], positions[:, first:last]))
+        got.append(gpu.get(model(part, attention_mask=seen, position_ids=at, past_key_values=cache).logits))
+    return torch.cat(got, 1)
+
+
 @pytest.mark.parametrize("name", ["llama", "gptoss", "gemma3", "gemma2"])
 def test_rows_with_padding_sinks_and_windows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ids = tokens(COUNT, rows=3)
     mask = torch.ones_like(ids)
     mask[0, :37] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    wanted = oracle(ids, name, mask=mask)
-    got = []
-    with on_gpu(1, monkeypatch, name=name, warm="200 tokens") as (gpu, model, cache), torch.no_grad():
-        last = 0
-        for piece in PIECES:
-            first, last = last, last + piece
-            part, seen, at = (gpu.put(x) for x in (ids[:, first:last], mask[:, :last], positions[:, first:last]))
-            got.append(gpu.get(model(part, attention_mask=seen, position_ids=at, past_key_values=cache).logits))
+    with on_gpu(1, monkeypatch, name=name, warm="200 tokens") as (gpu, model, cache):
+        got = padded_logits(gpu, model, cache, ids, mask)
         assert cache.mode == "blocks" and cache.stats().decode.streamed_bytes > 0
-    assert difference(torch.cat(got, 1)[mask.bool()], wanted[mask.bool()]) < 2e-5
+    assert difference(got[mask.bool()], oracle(ids, name, mask=mask)[mask.bool()]) < 2e-5
 
 
-def test_a_row_of_nothing_but_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, mask = tokens(COUNT, rows=2), torch.ones(2, COUNT, dtype=torch.int64)
+@pytest.mark.parametrize("hot", ["96 tokens", "400 tokens"], ids=["streamed", "hot"])
+def test_a_row_of_nothing_but_padding(monkeypatch: pytest.MonkeyPatch, hot: str) -> None:
+    ids = tokens(COUNT, rows=2)
+    mask = torch.ones_like(ids)
     mask[0] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    wanted = oracle(ids, mask=mask)
-    for hot in ("96 tokens", "400 tokens"):  # streamed, and all of it hot
-        got, last = [], 0
-        with on_gpu(1, monkeypatch, warm="200 tokens", hot=hot) as (gpu, model, cache), torch.no_grad():
-            for piece in PIECES:
-                first, last = last, last + piece
-                part, seen, at = (gpu.put(x) for x in (ids[:, first:last], mask[:, :last], positions[:, first:last]))
-                got.append(gpu.get(model(part, attention_mask=seen, position_ids=at, past_key_values=cache).logits))
-        assert difference(torch.cat(got, 1)[1:], wanted[1:]) < 2e-5
+    with on_gpu(1, monkeypatch, warm="200 tokens", hot=hot) as (gpu, model, cache):
+        got = padded_logits(gpu, model, cache, ids, mask)
+    assert difference(got[1:], oracle(ids, mask=mask)[1:]) < 2e-5
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
@@ -176,9 +178,9 @@ def test_what_arrives_wrong_is_read_again_before_it_is_used(monkeypatch: pytest.
     assert torch.equal(got, wanted)
 
 
-def without_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy is enqueued behind nothing."""
-    issue = cuda.CopyLane.issue
+def without_order(monkeypatch: pytest.MonkeyPatch, lane: type) -> None:
+    """What a lane does begins when what comes before is enqueued."""
+    issue = lane.issue  # type: ignore[attr-defined]
 
     def hasty(self: Any, operation: Any, work: Any) -> None:
         for event in operation.after:
@@ -186,7 +188,12 @@ def without_after(monkeypatch: pytest.MonkeyPatch) -> None:
         operation.after = ()
         issue(self, operation, work)
 
-    monkeypatch.setattr(cuda.CopyLane, "issue", hasty)
+    monkeypatch.setattr(lane, "issue", hasty)
+
+
+def without_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is enqueued behind nothing."""
+    without_order(monkeypatch, cuda.CopyLane)
 
 
 def without_waiting_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,15 +209,7 @@ def without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_waiting_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrived is compared when its copy is enqueued."""
-    issue = cuda.FinishLane.issue
-
-    def hasty(self: Any, operation: Any, work: Any) -> None:
-        for event in operation.after:
-            Event.join(event)
-        operation.after = ()
-        issue(self, operation, work)
-
-    monkeypatch.setattr(cuda.FinishLane, "issue", hasty)
+    without_order(monkeypatch, cuda.FinishLane)
 
 
 def without_waiting_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

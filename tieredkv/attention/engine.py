@@ -16,7 +16,7 @@ import torch
 
 from tieredkv.attention.call import LayerCall
 from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket
-from tieredkv.attention.lse import Partial, fold, merge, nothing_seen
+from tieredkv.attention.lse import Partial, fold, merge, nothing_seen, unfolded
 from tieredkv.attention.over_pools import Placed, PoolAttention
 from tieredkv.attention.partials import dense, over_run
 from tieredkv.attention.windowed import Pieces, WindowedMask, windowed
@@ -225,7 +225,7 @@ class Engine:
                 _fold_rows([parts[row] for row in chunk.rows])
         if plan.new > 1:
             for partials in parts:
-                partials[:] = [Partial(out, lse.to(out.dtype)) for out, lse in partials]
+                partials[:] = unfolded(partials)
 
     def _with_new(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]

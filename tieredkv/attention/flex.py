@@ -236,7 +236,7 @@ class FlexTiles:
         self._arrays.bounds.copy_(self._host.bounds, non_blocking=True)
         if lists_changed:
             width = int(self._numpy.counts.max())
-            self._arrays.cut[:, :width].copy_(self._host.cut[:, :width].contiguous(), non_blocking=True)
+            self._arrays.cut[:, :width].copy_(self._host.cut[:, :width], non_blocking=True)
             self._arrays.counts.copy_(self._host.counts, non_blocking=True)
             self._arrays.logical.copy_(self._host.logical, non_blocking=True)
 

@@ -98,6 +98,11 @@ def fold(whole: Partial, part: Partial) -> Partial:
     return Partial(whole.out.mul_(keep).add_(part.out * share), total)
 
 
+def unfolded(partials: Sequence[Partial]) -> list[Partial]:
+    """What was folded, with an LSE of out's dtype again."""
+    return [Partial(out, lse.to(out.dtype)) for out, lse in partials]
+
+
 def cat_rows(partials: Sequence[Partial]) -> Partial:
     """The partials of several rows as one partial over all these rows, in order."""
     if len(partials) == 1:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tieredkv.attention.call import LayerCall
-from tieredkv.attention.lse import Partial, fold
+from tieredkv.attention.lse import Partial, fold, unfolded
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens, Stretch
 from tieredkv.device import Region
 from tieredkv.plan import Chunk, ForwardPlan, Run
@@ -105,7 +105,7 @@ class PoolAttention:
             else:  # one by one: partials of many tokens are large
                 partials[0] = _folded(partials[0], part, rows)
         if plan.new > 1:
-            return [Partial(out, lse.to(out.dtype)) for out, lse in partials]
+            return unfolded(partials)
         return partials
 
     def in_place(

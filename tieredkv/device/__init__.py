@@ -14,6 +14,7 @@ from tieredkv.device.cpu import CpuDevice
 from tieredkv.device.cuda import CudaDevice, has_flash
 from tieredkv.device.event import Event
 from tieredkv.device.ledger import LEDGER, Ledger
+from tieredkv.device.memory import sent
 from tieredkv.device.simulated import SimulatedAccelerator, Traced
 from tieredkv.errors import ConfigError
 
@@ -31,6 +32,7 @@ __all__ = [
     "Traced",
     "device_for",
     "has_flash",
+    "sent",
 ]
 
 

@@ -160,27 +160,14 @@ class CudaStream(WorkerStream):
         self._open: deque[Event] = deque()
         self._lock = threading.Lock()
 
-    def submit(
-        self,
-        work: Callable[[], T],
-        *,
-        name: str = "",
-        reads: Sequence[Region] = (),
-        writes: Sequence[Region] = (),
-        after: Sequence[Event] = (),
-        priority: int = 0,
-        nbytes: int = 0,
-        garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[T, float], object] | None = None,
-    ) -> Event:
+    def queue(self, work: Callable[[], T], finish: Callable[[T, float], object] | None, operation: Operation) -> Event:
         results: list[T] = []
-        keep = work if finish is None else lambda: results.append(work())
-        event = copied = super().submit(keep, name=name, after=after, priority=priority)
+        event = copied = super().queue(work if finish is None else lambda: results.append(work()), None, operation)
         if finish is not None:
-            event = Event(name)
+            event = Event(copied.name)
             try:
                 self._finisher.submit(
-                    Operation(lambda: finish(results.pop(), copied.seconds), event, (copied,), priority)
+                    Operation(lambda: finish(results.pop(), copied.seconds), event, (copied,), operation.priority)
                 )
             except BaseException:
                 copied.join()  # whoever is told that nothing was submitted gives back what it uses

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,6 +91,14 @@ def normal_empty(
     """An uninitialised tensor that may be written in inference mode and out of it."""
     with torch.inference_mode(False):
         return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin)
+
+
+def sent(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Whole numbers, nested as they come, as int64 on a device, without a wait for what the device has to do before.
+
+    Made on the host first: made on the device, each would stop the host.
+    """
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def pin(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

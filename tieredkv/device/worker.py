@@ -298,9 +298,13 @@ class WorkerStream(Stream):
         garbage: Sequence[torch.Tensor] = (),
         finish: Callable[[T, float], object] | None = None,
     ) -> Event:
-        event = self.new_event(name)
-        self.worker.submit(Operation(finished(work, finish, event), event, tuple(after), priority, nbytes))
-        return event
+        return self.queue(work, finish, Operation(None, self.new_event(name), tuple(after), priority, nbytes))
+
+    def queue(self, work: Callable[[], T], finish: Callable[[T, float], object] | None, operation: Operation) -> Event:
+        """Hand an operation, still without its work, to a worker; the event that is done after both."""
+        operation.work = finished(work, finish, operation.event)
+        self.worker.submit(operation)
+        return operation.event
 
     @property
     def workers(self) -> tuple[Worker, ...]:

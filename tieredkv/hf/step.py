@@ -22,6 +22,7 @@ from tieredkv.attention.call import LayerCall
 from tieredkv.attention.engine import Engine
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.over_pools import Placed
+from tieredkv.device import sent
 from tieredkv.errors import HandleError, MismatchError, StepError, TieredKVError, UnsupportedModelError
 from tieredkv.hf import seam
 from tieredkv.hf.forwarding import Forwarding
@@ -113,8 +114,7 @@ class StepCache(DynamicCache):
             if frame.chunks:
                 store.prefetcher.start(range(len(store.layers)), frame.chunks)
         ids = torch.cat([member.ids for member in members])
-        at, ends = (torch.tensor(x, device="cpu").to(ids.device, non_blocking=True) for x in ([positions], last))
-        return StepInput(ids.unsqueeze(0), at, ends)
+        return StepInput(ids.unsqueeze(0), sent([positions], ids.device), sent(last, ids.device))
 
     def _place(self) -> None:
         """Where everything is read now; what one member needed may have moved blocks of another."""
@@ -345,8 +345,7 @@ def _together(plans: Sequence[ForwardPlan], store: BlockStore) -> ForwardPlan:
     writes = [
         HotWrite(row, 0, write.start, write.tokens) for row, plan in enumerate(plans) for write in plan.hot_writes
     ]
-    index = torch.tensor([write.start for write in writes], dtype=torch.int64, device="cpu")
-    index = index.to(store.device.torch_device, non_blocking=True)
+    index = sent([write.start for write in writes], store.device.torch_device)
     return ForwardPlan(
         number=max(plan.number for plan in plans),
         past=max(plan.past for plan in plans),

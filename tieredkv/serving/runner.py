@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tieredkv.block import TIERS
+from tieredkv.device import sent
 from tieredkv.errors import BudgetError, ChecksumError, StepError, TieredKVError, UnsupportedModelError
 from tieredkv.hf.layers import TieredLayer
 from tieredkv.hf.step import Member, StepCache, StepInput
@@ -219,8 +220,7 @@ class Runner:
     def _forward(self, given: StepInput, pieces: list[Piece]) -> torch.Tensor | None:
         """Logits `[requests whose last known token is in the step, vocabulary]`; None when the step failed."""
         complete = [index for index, (request, count) in enumerate(pieces) if request.missing == count]
-        chosen = torch.tensor(complete or [0], device="cpu").to(given.last.device, non_blocking=True)
-        wanted = given.last.index_select(0, chosen)
+        wanted = given.last.index_select(0, sent(complete or [0], given.last.device))
         options = {"logits_to_keep": wanted} if self._keeps_logits else {}
         started = time.perf_counter()
         try:

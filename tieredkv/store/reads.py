@@ -3,7 +3,7 @@
 Blocks that several rows share are read once for all of them. For a single row that goes on token by token, this is
 worked out only when the table or the placement changed.
 
-Imports: block, plan, store.
+Imports: block, device, plan, store.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-import torch
-
 from tieredkv.block import Block
+from tieredkv.device import sent
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store.blocks import BlockStore, Holder
 from tieredkv.transfer import read_from
@@ -43,9 +42,7 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
     if plan.new == 1:
         if plan.rows > 1:
             index = [write.start for write in plan.hot_writes]
-            write_index = torch.tensor(index, dtype=torch.int64, device="cpu").to(
-                store.device.torch_device, non_blocking=True
-            )
+            write_index = sent(index, store.device.torch_device)
         holder.reads = (_reads_key(store, plan), hot_runs, warm_runs, chunks) if not hidden else None
     store.counters.hits["hot"] += sum(len(r.blocks) for r in hot_runs) * len(store.layers)
     store.counters.hits["warm"] += sum(len(r.blocks) for r in warm_runs) * len(store.layers)
