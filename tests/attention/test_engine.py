@@ -10,6 +10,7 @@ import torch
 from support import assert_close, tiny
 
 import tieredkv
+from tieredkv.attention import flash
 from tieredkv.attention.engine import Engine
 from tieredkv.attention.flex import FlexTiles
 from tieredkv.attention.native import NativeKernels
@@ -39,6 +40,51 @@ def batch(rows: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     return ids, mask
+
+
+def has_matrices(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has: bool = True) -> None:
+    """As if the processor had, or had not, instructions for whole matrices of this dtype."""
+    monkeypatch.setattr(flash, "_MATRICES", {dtype: "amx"})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx": has})
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize("kernel", ["auto", "native"])
+@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (3, 21)])
+def test_many_tokens_where_the_processor_multiplies_matrices(
+    monkeypatch: pytest.MonkeyPatch, cold_dir: Path, rows: int, padding: int, has: bool, kernel: Any
+) -> None:
+    has_matrices(monkeypatch, torch.float32, has)
+    served = list[int]()
+    attend = NativeKernels.attend
+    monkeypatch.setattr(
+        NativeKernels, "attend", lambda self, q, *a, **k: served.append(q.shape[2]) or attend(self, q, *a, **k)
+    )
+    model = tiny()
+    ids, mask = batch(rows, padding)
+    options: dict[str, Any] = {"hot": "64 tokens", "warm": "32 tokens", "cold": cold_dir, "block_size": 16}
+    settings = tieredkv.CacheSettings(kernel=kernel)
+    with torch.no_grad(), tieredkv.TieredCache(model, window=16, settings=settings, **options) as cache:
+        got = logits(model, cache, ids, mask)
+    many = {last - first for first, last in STEPS if last - first >= flash.MATRIX_LEAST_TOKENS}
+    assert 1 in served
+    assert (many <= set(served)) == (kernel == "native" or not has)
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        wanted = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert_close(got[mask.bool()], wanted[mask.bool()])
+
+
+def test_when_whole_matrices_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, many = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16), flash.MATRIX_LEAST_TOKENS
+    has_matrices(monkeypatch, torch.bfloat16)
+    assert flash.beats_native(q, 16, 16, many)
+    assert not flash.beats_native(q, 16, 16, many - 1)
+    assert not flash.beats_native(q, 16, 32, many)  # matmul would serve
+    assert not flash.beats_native(q.to(torch.float16), 16, 16, many)
+    has_matrices(monkeypatch, torch.bfloat16, False)
+    assert not flash.beats_native(q, 16, 16, many)
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def _mask(rows: list[list[tuple[int, int, int]]], new: int, fresh: int) -> list[
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),
-    dims=st.sampled_from([(64, 64), (32, 80)]),
+    dims=st.sampled_from([(64, 64), (32, 80), (16, 128)]),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4)]),
     new=st.sampled_from([1, 1, 1, 2, 5, 22, 65, 150]),
     fresh=st.booleans(),
@@ -137,20 +138,30 @@ def test_one_plan_serves_layers_of_unlike_dims_and_heads_with_any_stride(kernels
         )
 
 
-@pytest.mark.parametrize("flags", [("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-fma"), ("-fno-openmp",)])
-def test_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "dtypes"),
+    [
+        (("-mno-avx512f",), DTYPES),
+        (("-mno-avx512f", "-mno-avx2", "-mno-fma", "-mno-f16c"), DTYPES),
+        (("-fno-openmp",), [torch.bfloat16]),
+    ],
+)
+def test_other_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], dtypes: list[torch.dtype]
+) -> None:
     if os.uname().machine != "x86_64":
         pytest.skip("flags of x86")
     monkeypatch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, *flags))
     kernels = NativeKernels(Compiler(tmp_path))
-    q, pool = torch.randn(2, 4, 3, 32).to(torch.bfloat16), torch.randn(2, POOL, 32).to(torch.bfloat16)
-    assert kernels.serves(q, 32, 32), kernels.reason
     rows = [[(0, 0, 1000), (0, 1500, 13)], [(0, 40, 7)]]
-    plan = plan_of(rows, new=3, kv_heads=2, group=2, threads=1 if "openmp" in flags[0] else 2)
-    out = kernels.attend(q, [(pool, pool)], plan, scale=0.2).out
-    blocks = [[(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for _, a, n in row] for row in rows]
-    exact = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, 3, 3))[0]
-    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+    for dtype, group in itertools.product(dtypes, (1, 2)):  # 3 queries a KV head share a reading, 6 do not
+        q, pool = torch.randn(2, 2 * group, 3, 48).to(dtype), torch.randn(2, POOL, 48).to(dtype)
+        assert kernels.serves(q, 48, 48), kernels.reason
+        plan = plan_of(rows, new=3, kv_heads=2, group=group, threads=1 if "openmp" in flags[0] else 2)
+        out = kernels.attend(q, [(pool, pool)], plan, scale=0.2).out
+        blocks = [[(pool[:, a : a + n].double(), pool[:, a : a + n].double()) for _, a, n in row] for row in rows]
+        exact = attend(q.double(), blocks, scale=0.2, mask=_mask(rows, 3, 3))[0]
+        torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_work_is_cut_for_all_threads_and_no_finer() -> None:

@@ -12,6 +12,7 @@ import torch
 from support import assert_close, tiny
 
 import tieredkv
+from tieredkv.attention import flash
 from tieredkv.errors import MismatchError, StepError, UnsupportedModelError
 from tieredkv.hf.step import Member, StepCache
 
@@ -85,8 +86,12 @@ def test_rows_of_any_length_join_and_leave(cold_dir: Path, hot: str, kernel: Any
         again.close()
 
 
-def test_prompts_in_pieces_ride_along_with_decoding(cold_dir: Path) -> None:
+@pytest.mark.parametrize("matrices", [False, True])
+def test_prompts_in_pieces_ride_along_with_decoding(
+    monkeypatch: pytest.MonkeyPatch, cold_dir: Path, matrices: bool
+) -> None:
     """Prefills of several requests, whole and in pieces, in the forwards in which others decode."""
+    monkeypatch.setattr(flash, "beats_native", lambda q, k_dim, v_dim, new: matrices and new >= 16)
     model = tiny()
     with (
         torch.no_grad(),

@@ -67,7 +67,7 @@ class Engine:
         if plan.visibility is not None and not isinstance(call.mask, WindowedMask):
             call = dataclasses.replace(call, mask=WindowedMask(call.mask, plan.visibility, plan.past, plan.new))
         starts = call.starts(plan.rows)
-        if starts is not None and self._native.serves(call):
+        if starts is not None and self._native.serves(call, plan.new):
             partials = self._native.partials(plan, call, starts)
             return merge(partials, sinks=call.sinks, dtype=call.query.dtype)
         if starts is not None and self._wants_flex(plan, call, starts):
@@ -97,7 +97,7 @@ class Engine:
         """
         self._native.keep_for(forward)
         in_place = not forward.chunks and all(plan.visibility is None for plan, _ in parts)
-        if in_place and self._native.serves(call):
+        if in_place and self._native.serves(call, max(plan.new for plan, _ in parts)):
             partial = self._native.in_place(forward, parts, call, [0] * sum(plan.rows for plan, _ in parts))
             return merge([partial], sinks=call.sinks, dtype=call.query.dtype)
         outputs = []

@@ -18,12 +18,27 @@ from tieredkv.attention.lse import Partial, accumulator
 SHORTEST_PIECE = 512
 """Keys per piece at least: below, merging a piece costs more than the idle core it feeds."""
 
+MATRIX_LEAST_TOKENS = 16
+"""New tokens a row from which on the operator wins where the processor has instructions for whole matrices."""
+_MATRICES = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def serves(q: torch.Tensor, k_dim: int, v_dim: int, softcap: float | None) -> bool:
     """Whether the operator can serve these inputs."""
     return q.device.type == "cpu" and k_dim == v_dim and softcap is None
+
+
+def beats_native(q: torch.Tensor, k_dim: int, v_dim: int, new: int) -> bool:
+    """Whether the operator is faster than the native kernel for so many new tokens a row.
+
+    It multiplies matrices by the processor's instructions for whole ones (Intel's AMX), of the dtypes that those take,
+    where the native kernel computes in fp32: 2 to 3 times as fast for many tokens (docs/decisions/0003).
+    """
+    if new < MATRIX_LEAST_TOKENS or not serves(q, k_dim, v_dim, None):
+        return False
+    return bool(torch.cpu.get_capabilities().get(_MATRICES.get(q.dtype, ""), False))
 
 
 def additive(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,9 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 static inline int thread_number() { return omp_get_thread_num(); }
@@ -33,19 +36,49 @@ typedef _Float16 scalar;
 
 // As many tokens at once as there are vector registers for their sums.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, TOKENS = 16;
+constexpr int LANES = 16, TOKENS = 16, SUMS = 24;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, TOKENS = 8;
+constexpr int LANES = 8, TOKENS = 8, SUMS = 12;
 #else
-constexpr int LANES = 4, TOKENS = 8;
+constexpr int LANES = 4, TOKENS = 8, SUMS = 24;
 #endif
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 constexpr int CHUNK = 128;  // tokens whose scores are held at once; native.CHUNK_TOKENS
+constexpr int AHEAD = 4096;  // bytes; processors do not look ahead beyond a page
+// Queries that share one reading of K, or of V: their sums stay in registers.
+constexpr int ROOM_V = SUMS * LANES / V_DIM, MOST_K = 4, MOST_V = ROOM_V > 4 ? 4 : ROOM_V > 1 ? ROOM_V : 1;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
+// LANES numbers as fp32.
 static inline vec load(const float* from) { return *(const vec*)from; }
+#if SCALAR == 1
+typedef uint16_t half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
+static inline vec load(const scalar* from) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#else
+  const uvec bits = __builtin_convertvector(*(const half*)from, uvec) << 16;
+  vec x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+#elif SCALAR == 2
+#if defined(__AVX512F__)
+static inline vec load(const scalar* from) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+#elif defined(__F16C__)
+static inline vec load(const scalar* from) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+#else
+static inline vec load(const scalar* from) {
+  vec x;
+  for (int i = 0; i < LANES; i++) x[i] = (float)from[i];
+  return x;
+}
+#endif
+#endif
 static inline void store(float* to, vec x) { *(vec*)to = x; }
 static inline vec all(float x) { return vec{} + x; }
 
@@ -90,40 +123,43 @@ static inline vec exp_of(vec x) {
 // The sums of TOKENS vectors, stored side by side.
 static inline void store_sums(float* to, vec* a) {
 #if defined(__AVX512F__)
-#define FOLD(x, y, low, high) (__builtin_shufflevector(x, y, low) + __builtin_shufflevector(x, y, high))
-#define L8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define H8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define L4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define H4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-#define L2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
-#define H2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
-#define L1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define H1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-  for (int i = 0; i < 8; i++) a[i] = FOLD(a[2 * i], a[2 * i + 1], L8, H8);
-  for (int i = 0; i < 4; i++) a[i] = FOLD(a[2 * i], a[2 * i + 1], L4, H4);
-  for (int i = 0; i < 2; i++) a[i] = FOLD(a[2 * i], a[2 * i + 1], L2, H2);
-  store(to, FOLD(a[0], a[1], L1, H1));
+// Half of each lane's partners come by choosing lanes where they are, half by moving them: fewer moves than taking x
+// and y apart would need. Lane t of the result is the sum of a[t].
+#define FOLD(x, y, stay, move) (__builtin_shufflevector(x, y, stay) + __builtin_shufflevector(x, y, move))
+#define STAY8 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31
+#define MOVE8 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23
+#define STAY4 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31
+#define MOVE4 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27
+#define STAY2 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31
+#define MOVE2 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29
+#define STAY1 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31
+#define MOVE1 1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) a[i] = FOLD(a[i], a[i + 8], STAY8, MOVE8);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) a[i] = FOLD(a[i], a[i + 4], STAY4, MOVE4);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) a[i] = FOLD(a[i], a[i + 2], STAY2, MOVE2);
+  store(to, FOLD(a[0], a[1], STAY1, MOVE1));
 #else
   for (int t = 0; t < TOKENS; t++) to[t] = sum_of(a[t]);
 #endif
 }
 
-// n rows of `dim` as fp32: where they are, or widened into the tile.
-static inline const float* rows_of(const scalar* from, int n, int dim, float* tile) {
-#if SCALAR == 0
-  return from;
-#else
-  for (int i = 0; i < n * dim; i++) tile[i] = widen(from[i]);
-  return tile;
-#endif
+// Row by row, so that what is asked for is never more than a processor keeps in flight. Any address may be asked for.
+template <int BYTES>
+static inline void ask_ahead(const void* from) {
+#pragma GCC unroll 32
+  for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch((const char*)from + AHEAD + byte);
 }
 
 // s[i][t] = q[i] . k[t] for N queries and at most TOKENS keys. Keys are read one after the other: memory that is read
 // in any other order comes at half the speed.
-template <int N>
-static inline void scores_of(const float* q, const float* k, int n, float* s) {
+template <int N, bool ASK, typename T>
+static inline void scores_of(const float* q, const T* k, int n, float* s) {
   vec a[N][TOKENS];
   for (int t = 0; t < n; t++) {
+    if (ASK) ask_ahead<K_DIM * sizeof(T)>(k + t * K_DIM);
     vec sum[N];
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) sum[i] = vec{};
@@ -141,43 +177,83 @@ static inline void scores_of(const float* q, const float* k, int n, float* s) {
   for (int i = 0; i < N; i++) store_sums(s + i * CHUNK, a[i]);
 }
 
-// Ask for what lies a page behind these rows: processors do not look ahead beyond a page. Any address may be asked for.
-static inline void ask_ahead(const scalar* rows, int n, int dim) {
-  const char* from = (const char*)rows + 4096;
-  for (int64_t byte = 0; byte < (int64_t)n * dim * (int64_t)sizeof(scalar); byte += 64) __builtin_prefetch(from + byte);
+// n rows as fp32, for queries that take more than one reading.
+template <int DIM>
+static inline const float* widened(const scalar* rows, int n, float* tile) {
+  for (int t = 0; t < n; t++) {
+    ask_ahead<DIM * sizeof(scalar)>(rows + t * DIM);
+#pragma GCC unroll 64
+    for (int d = 0; d < DIM; d += LANES) store(tile + t * DIM + d, load(rows + t * DIM + d));
+  }
+  return tile;
+}
+
+template <bool ASK, typename T>
+static inline void scores_of_all(const float* q, int queries, const T* k, int n, float* s) {
+  switch (queries < MOST_K ? queries : MOST_K) {
+    case 1: scores_of<1, ASK>(q, k, n, s); break;
+    case 2: scores_of<2, ASK>(q, k, n, s); break;
+    case 3: scores_of<3, ASK>(q, k, n, s); break;
+    default: scores_of<MOST_K, ASK>(q, k, n, s);
+  }
+  if (queries > MOST_K) scores_of_all<false>(q + MOST_K * K_DIM, queries - MOST_K, k, n, s + MOST_K * CHUNK);
 }
 
 // s[i][t] = q[i] . k[t]
 static void all_scores(const float* q, int queries, const scalar* k, int n, float* s) {
   alignas(64) float tile[TOKENS * K_DIM];
-  for (int t = 0; t < n; t += TOKENS) {
+  for (int t = 0; t < n; t += TOKENS, k += TOKENS * K_DIM) {
     const int tokens = n - t < TOKENS ? n - t : TOKENS;
-    ask_ahead(k + (int64_t)t * K_DIM, tokens, K_DIM);
-    const float* rows = rows_of(k + (int64_t)t * K_DIM, tokens, K_DIM, tile);
-    int i = 0;
-    for (; i + 4 <= queries; i += 4) scores_of<4>(q + i * K_DIM, rows, tokens, s + i * CHUNK + t);
-    for (; i + 3 <= queries; i += 3) scores_of<3>(q + i * K_DIM, rows, tokens, s + i * CHUNK + t);
-    for (; i < queries; i++) scores_of<1>(q + i * K_DIM, rows, tokens, s + i * CHUNK + t);
+    if (SCALAR == 0 || queries <= MOST_K)
+      scores_of_all<true>(q, queries, k, tokens, s + t);
+    else
+      scores_of_all<false>(q, queries, widened<K_DIM>(k, tokens, tile), tokens, s + t);
   }
+}
+
+// acc[i] += sum over t of p[i][t] * v[t] for N queries and at most TOKENS keys.
+template <int N, bool ASK, typename T>
+static inline void values_of(const float* p, const T* v, int n, float* acc) {
+  vec a[N][V_DIM / LANES];
+#pragma GCC unroll 4
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 64
+    for (int d = 0; d < V_DIM / LANES; d++) a[i][d] = load(acc + i * V_DIM + d * LANES);
+  for (int t = 0; t < n; t++) {
+    if (ASK) ask_ahead<V_DIM * sizeof(T)>(v + t * V_DIM);
+#pragma GCC unroll 64
+    for (int d = 0; d < V_DIM / LANES; d++) {
+      const vec x = load(v + t * V_DIM + d * LANES);
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) a[i][d] += p[i * CHUNK + t] * x;
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < N; i++)
+#pragma GCC unroll 64
+    for (int d = 0; d < V_DIM / LANES; d++) store(acc + i * V_DIM + d * LANES, a[i][d]);
+}
+
+template <bool ASK, typename T>
+static inline void values_of_all(const float* p, int queries, const T* v, int n, float* acc) {
+  switch (queries < MOST_V ? queries : MOST_V) {
+    case 1: values_of<1, ASK>(p, v, n, acc); break;
+    case 2: values_of<2, ASK>(p, v, n, acc); break;
+    case 3: values_of<3, ASK>(p, v, n, acc); break;
+    default: values_of<MOST_V, ASK>(p, v, n, acc);
+  }
+  if (queries > MOST_V) values_of_all<false>(p + MOST_V * CHUNK, queries - MOST_V, v, n, acc + MOST_V * V_DIM);
 }
 
 // acc[i] += sum over t of p[i][t] * v[t]
 static void add_values(const float* p, int queries, const scalar* v, int n, float* acc) {
   alignas(64) float tile[TOKENS * V_DIM];
-  for (int t0 = 0; t0 < n; t0 += TOKENS) {
-    const int tokens = n - t0 < TOKENS ? n - t0 : TOKENS;
-    ask_ahead(v + (int64_t)t0 * V_DIM, tokens, V_DIM);
-    const float* rows = rows_of(v + (int64_t)t0 * V_DIM, tokens, V_DIM, tile);
-    for (int i = 0; i < queries; i++) {
-      vec a[V_DIM / LANES];
-#pragma GCC unroll 64
-      for (int d = 0; d < V_DIM / LANES; d++) a[d] = load(acc + i * V_DIM + d * LANES);
-      for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 64
-        for (int d = 0; d < V_DIM / LANES; d++) a[d] += p[i * CHUNK + t0 + t] * load(rows + t * V_DIM + d * LANES);
-#pragma GCC unroll 64
-      for (int d = 0; d < V_DIM / LANES; d++) store(acc + i * V_DIM + d * LANES, a[d]);
-    }
+  for (int t = 0; t < n; t += TOKENS, v += TOKENS * V_DIM) {
+    const int tokens = n - t < TOKENS ? n - t : TOKENS;
+    if (SCALAR == 0 || queries <= MOST_V)
+      values_of_all<true>(p + t, queries, v, tokens, acc);
+    else
+      values_of_all<false>(p + t, queries, widened<V_DIM>(v, tokens, tile), tokens, acc);
   }
 }
 

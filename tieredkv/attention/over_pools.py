@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from tieredkv.attention import flash
 from tieredkv.attention.call import LayerCall
 from tieredkv.attention.lse import Partial, fold, unfolded
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens, Stretch
@@ -71,13 +72,18 @@ class PoolAttention:
         """Why the native kernel does not serve on this machine, or None."""
         return self._kernels.reason
 
-    def serves(self, call: LayerCall) -> bool:
-        """Whether the kernel takes the call: settings, shapes and the machine decide."""
-        if call.softcap is not None or self._store.settings.kernel not in ("auto", "native"):
+    def serves(self, call: LayerCall, new: int) -> bool:
+        """Whether the kernel takes the call, with at most `new` tokens of one plan and row: settings, shapes and the
+        machine decide.
+        """
+        kernel, dims = self._store.settings.kernel, (call.key.shape[3], call.value.shape[3])
+        if call.softcap is not None or kernel not in ("auto", "native"):
+            return False
+        if kernel == "auto" and flash.beats_native(call.query, *dims, new):
             return False
         if not call.query.dtype == call.key.dtype == call.value.dtype:  # it reads bytes
             return False
-        return self._kernels.serves(call.query, call.key.shape[3], call.value.shape[3])
+        return self._kernels.serves(call.query, *dims)
 
     def keep_for(self, forward: ForwardPlan) -> None:
         """A layer of this forward is attended: what was worked out for it serves, and for any other no more."""
