@@ -129,14 +129,20 @@ class Checksummer:
                 change="pass the same slots of every plane",
             )
         row_words = sum(plane.shape[0] * plane.shape[2] for plane in words)
-        weights = self._weights_for(row_words, words[0].device)
-        sums, start = [], 0
+        device = words[0].device
+        weights = self._weights_for(row_words, device)
+        sums = torch.full((blocks.pop(),), _seed(row_words), dtype=torch.int64, device=device)
+        native = self._native_sum() if device.type == "cpu" else None
+        start = 0
         for plane in words:
             heads, _, head_words = plane.shape
-            part = weights[start : start + heads * head_words].view(heads, head_words)
+            if native is not None:
+                native.add(sums, plane, weights, start)
+            else:
+                part = weights[start : start + heads * head_words].view(heads, head_words)
+                sums += self._weighted_sum(plane, part)
             start += heads * head_words
-            sums.append(self._weighted_sum(plane, part))
-        return sum(sums[1:], sums[0]).add_(_seed(row_words))
+        return sums
 
     def _weights_for(self, row_words: int, device: torch.device) -> torch.Tensor:
         """At least `row_words` weights on `device`; a longer row has the weights of a shorter one in front."""
@@ -150,8 +156,6 @@ class Checksummer:
 
     def _weighted_sum(self, words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """words `[heads, n, head_words]`, weights `[heads, head_words]` -> `[n]`."""
-        if words.device.type == "cpu" and (native := self._native_sum()) is not None:
-            return native(words, weights)
         if self._compiled and words.numel() >= _COMPILED_MIN_WORDS:
             fitting = _fit_to_kernel(words, weights)
             device = words.device.type

@@ -17,7 +17,9 @@ SOURCE = r"""
 
 // words [heads][blocks][head_words] with strides in words, weights [heads][head_words]; adds to sums [blocks].
 extern "C" void tieredkv_checksum(const uint64_t* words, const uint64_t* weights, uint64_t* sums, int64_t heads,
-                                  int64_t blocks, int64_t head_words, int64_t head_stride, int64_t block_stride) {
+                                  int64_t blocks, int64_t head_words, int64_t head_stride, int64_t block_stride,
+                                  int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t b = 0; b < blocks; b++) {
     uint64_t total = 0;
     for (int64_t h = 0; h < heads; h++) {
@@ -33,11 +35,14 @@ extern "C" void tieredkv_checksum(const uint64_t* words, const uint64_t* weights
 }
 """
 
-_ARGUMENTS: Any = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 5]
+_ARGUMENTS: Any = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6]
+
+LEAST_WORDS = 2**15
+"""Words that are worth another thread."""
 
 
 class NativeSum:
-    """The compiled sum. Calls hold no interpreter lock and use the calling thread alone.
+    """The compiled sum. Calls hold no interpreter lock and use as many threads as torch does on the calling one.
 
     Args:
         shift: of the formula.
@@ -52,17 +57,18 @@ class NativeSum:
         self._sum = library.tieredkv_checksum
         self._sum.argtypes, self._sum.restype = _ARGUMENTS, None
 
-    def __call__(self, words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """int64 `[n]` from words, int64 `[heads, n, head_words]` with its last dimension contiguous, on a CPU.
+    def add(self, sums: torch.Tensor, words: torch.Tensor, weights: torch.Tensor, first: int) -> None:
+        """Add each block's weighted sum to `sums`, int64 `[n]`; everything on a CPU.
 
         Args:
-            words: any strides but the last.
-            weights: int64 `[heads, head_words]`, contiguous.
+            sums: written.
+            words: int64 `[heads, n, head_words]`, of any strides but the last, which is contiguous.
+            weights: int64, contiguous.
+            first: which weight the first word has; those of the other words follow, head by head.
         """
         heads, blocks, head_words = words.shape
-        sums = torch.zeros(blocks, dtype=torch.int64)
+        threads = max(1, min(torch.get_num_threads(), words.numel() // LEAST_WORDS))
         self._sum(
-            *(words.data_ptr(), weights.data_ptr(), sums.data_ptr()),
-            *(heads, blocks, head_words, words.stride(0), words.stride(1)),
+            *(words.data_ptr(), weights.data_ptr() + 8 * first, sums.data_ptr()),
+            *(heads, blocks, head_words, words.stride(0), words.stride(1), threads),
         )
-        return sums

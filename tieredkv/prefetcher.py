@@ -4,6 +4,8 @@ A forward announces the order in which it will read (layers, and in each layer t
 it across the layer border, and at the end of a forward into the next one's first layer. Reading in another order is
 right too: the ring is emptied and starts again from there.
 
+On a device whose copies are not aside, as on a CPU, nothing is read ahead: a chunk is read when it is waited for.
+
 A buffer is overwritten only after the attention that read it (an event of the compute stream), and read only after its
 load is done (an event of the `up` stream).
 
@@ -38,10 +40,24 @@ SLOW_SECONDS = 1.0
 
 @dataclasses.dataclass(eq=False)
 class _Load:
+    """A chunk in a buffer, or on its way there.
+
+    Args:
+        layer: tiered layer.
+        blocks: the chunk's.
+        buffer: which.
+        event: done when it is there; None while nobody has begun to read it.
+    """
+
     layer: int
-    key: tuple[int, ...]  # block ids
+    blocks: Sequence[Block]
     buffer: int
-    event: Event
+    event: Event | None = None
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tells chunks apart: blocks never change."""
+        return tuple(block.id for block in self.blocks)
 
 
 class Staging:
@@ -175,9 +191,12 @@ class Prefetcher:
         return self._loads[0]
 
     def _wait(self, load: _Load) -> None:
-        started = None if load.event.done() else time.perf_counter()
+        started = None if load.event is not None and load.event.done() else time.perf_counter()
         try:
-            load.event.wait()
+            if load.event is None:
+                self._read_now(load)
+            else:
+                load.event.wait()
         except Exception:
             self.flush()
             raise
@@ -215,8 +234,9 @@ class Prefetcher:
         """Wait for every load and forget what was loaded; failures of loads that nobody took are dropped."""
         with self._lock:
             while self._loads:
-                with contextlib.suppress(Exception):
-                    self._loads[0].event.wait()
+                if (event := self._loads[0].event) is not None:
+                    with contextlib.suppress(Exception):
+                        event.wait()
                 self._free.append(self._loads.popleft().buffer)
 
     def _matches(self, load: _Load, index: int) -> bool:
@@ -238,6 +258,9 @@ class Prefetcher:
             room -= 1
 
     def _submit(self, layer: int, chunk: Chunk, buffer: int) -> None:
+        if not self._device.copies_aside:
+            self._loads.append(_Load(layer, chunk.blocks, buffer))
+            return
         k, v, scratch = self._buffers[buffer].views(layer)
         count = len(chunk.blocks)
         read = self._read[buffer]
@@ -251,4 +274,16 @@ class Prefetcher:
             garbage=[k[:, :count], v[:, :count]],
             name=f"load layer {layer}",
         )
-        self._loads.append(_Load(layer, tuple(block.id for block in chunk.blocks), buffer, event))
+        self._loads.append(_Load(layer, chunk.blocks, buffer, event))
+
+    def _read_now(self, load: _Load) -> None:
+        """Read a chunk with all cores, when it is waited for.
+
+        Where the cores that compute do the copying, doing it beside computing would win nothing, and lose what threads
+        of one core wait for each other (docs/decisions/0015).
+        """
+        started = time.perf_counter()
+        k, v, scratch = self._buffers[load.buffer].views(load.layer)
+        count = len(load.blocks)
+        arrival = self._mover.fetch(load.layer, load.blocks, k[:, :count], v[:, :count], scratch)
+        self._mover.arrived(arrival, time.perf_counter() - started)

@@ -88,6 +88,34 @@ def test_after_an_interrupt_everything_is_where_it_was(cold_dir: Path, what: str
         assert_close(feed(model, ids[:, length:], cache, [1] * 3), oracle(ids)[:, length:])
 
 
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_read_by_the_computing_cores_that_is_interrupted_is_done_again(
+    monkeypatch: pytest.MonkeyPatch, cold_dir: Path, cold: bool
+) -> None:
+    settings, model = tieredkv.CacheSettings(read_in_place=False), tiny()
+    with small(model, cold_dir if cold else None, warm=0 if cold else "200 tokens", settings=settings) as cache:
+        ids = tokens(100)
+        feed(model, ids[:, :90], cache)
+        tier = store_of(cache).tiers["cold" if cold else "warm"]
+        read, reads = tier.read, [0]
+
+        def interrupted(layer: int, slots: Any, out: Any, **options: Any) -> None:
+            reads[0] += 1
+            if reads[0] in (1, 3):
+                for plane in out:
+                    plane.fill_(torch.nan)  # half of a read
+                raise KeyboardInterrupt
+            read(layer, slots, out, **options)
+
+        monkeypatch.setattr(tier, "read", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                feed(model, ids[:, 90:91], cache)
+        assert_close(feed(model, ids[:, 90:], cache, [1] * 9), oracle(ids)[:, 90:])
+        assert reads[0] > 10
+        audit(cache)
+
+
 def test_a_thread_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, cold_dir: Path) -> None:
     start, refused = threading.Thread.start, [2]
 
@@ -97,6 +125,7 @@ def test_a_thread_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.Mo
             raise RuntimeError("can't start new thread")
         start(self)
 
+    monkeypatch.setattr(CpuDevice, "copies_aside", True)
     model = tiny()
     with small(model, None, warm="200 tokens", settings=tieredkv.CacheSettings(read_in_place=False)) as cache:
         ids = tokens(100)

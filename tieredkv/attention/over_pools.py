@@ -157,15 +157,12 @@ class PoolAttention:
         new: bool,
     ) -> _Kept:
         kv_heads, heads = call.key.shape[1], call.query.shape[1]
-        # While blocks are on their way a core is theirs: two threads on one core wait for each other. Not beside
-        # several new tokens, whose arithmetic takes longer than the way.
-        busy = bool(plan.chunks) and plan.new == 1
         native = NativePlan(
             rows,
             new=call.query.shape[2],
             kv_heads=kv_heads,
             group=heads // kv_heads,
-            threads=max(torch.get_num_threads() - busy, 1),
+            threads=torch.get_num_threads(),
             causal=new,
         )
         kept = self._plans[(id(plan), kv_heads, heads, place)] = _Kept(native, warm, new, plan)

@@ -94,6 +94,8 @@ class Device(ABC):
     torch_device: torch.device
     addresses_host: bool
     """The device can attend host memory in place, without a copy."""
+    copies_aside: bool = True
+    """Copies run beside computing and take nothing from it; not so where the cores that compute do them."""
     up: Stream
     down: Stream
     disk: Stream

@@ -25,6 +25,8 @@ class CpuDevice(WorkerDevice):
         addresses_host: whether warm blocks are attended in place; False makes the CPU copy them as a GPU has to.
     """
 
+    copies_aside = False
+
     def __init__(self, *, addresses_host: bool = True) -> None:
         super().__init__(WorkerStream("up"), WorkerStream("down"), WorkerStream("disk"))
         self.kind = "cpu"
