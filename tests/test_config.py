@@ -109,7 +109,7 @@ def test_settings_are_frozen() -> None:
 
 def test_a_chunk_on_a_gpu_is_large_enough_for_its_link() -> None:
     settings = CacheSettings()
-    assert settings.most_chunk_tokens(1024, on_gpu=False) == 2048
+    assert settings.most_chunk_tokens(1024, on_gpu=False) == 4096
     assert settings.most_chunk_tokens(1024, on_gpu=True) == 32768
-    assert settings.most_chunk_tokens(1 << 20, on_gpu=True) == 2048
+    assert settings.most_chunk_tokens(1 << 20, on_gpu=True) == 4096
     assert CacheSettings(chunk_tokens=64).most_chunk_tokens(1024, on_gpu=True) == 64

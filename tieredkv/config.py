@@ -24,7 +24,7 @@ Beyond = Literal["demote", "drop"]
 BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 4096
 """What a staging buffer holds unless `chunk_tokens` says otherwise."""
 GPU_CHUNK_BYTES = 32 * 2**20
 """On a GPU it holds so much of a layer, if that is more."""

@@ -10,6 +10,7 @@ Imports: errors, stats, block, checksum, codecs, device, tiers, plan, verified.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -352,17 +353,17 @@ def read_regions(blocks: Sequence[Block]) -> list[Region]:
 
 def read_from(block: Block) -> str:
     """The tier from which a block that is not hot is read: the fastest that stores it."""
-    return next((tier for tier in LOWER if getattr(block, tier) is not None), LOWER[-1])
+    for tier in LOWER:
+        if getattr(block, tier) is not None:
+            return tier
+    return LOWER[-1]
 
 
 def _by_tier(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
     """Neighbouring blocks that are read from the same tier, as (first, count, tier)."""
-    groups: list[tuple[int, int, str]] = []
-    for index, block in enumerate(blocks):
-        tier = read_from(block)
-        if groups and groups[-1][2] == tier:
-            first, count, _ = groups[-1]
-            groups[-1] = (first, count + 1, tier)
-        else:
-            groups.append((index, 1, tier))
+    groups, first = list[tuple[int, int, str]](), 0
+    for tier, some in itertools.groupby(map(read_from, blocks)):
+        count = len(list(some))
+        groups.append((first, count, tier))
+        first += count
     return groups

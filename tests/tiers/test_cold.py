@@ -126,7 +126,7 @@ def test_large_pieces_are_read_straight_into_place(cold_dir: Path, monkeypatch: 
     written = tuple(torch.randn(p.kv_heads, 7, *p.inner).to(p.dtype) for p in layers[0])
     tier.write(0, slots, written)
     real = os.preadv
-    monkeypatch.setattr("tieredkv.tiers.cold_files.MOST_BUFFERS", 4)
+    monkeypatch.setattr("tieredkv.tiers.cold_files.MOST_PIECES", 4)
 
     def some(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         return real(descriptor, [buffers[0][:most], *(buffers[1:] if most > len(buffers[0]) else [])], offset)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-LOGADDEXP_UP_TO = 4
+LOGADDEXP_UP_TO = 8
 """Partials up to which a chain of logaddexp is cheaper than one logsumexp."""
 
 

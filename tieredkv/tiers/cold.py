@@ -7,6 +7,7 @@ Imports: block, device, errors, tiers.base, tiers.slots, tiers.rows, and the oth
 
 from __future__ import annotations
 
+import array
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,15 @@ from tieredkv.tiers.base import Tier, copy_blocks, slot_bytes
 from tieredkv.tiers.cold_files import SpillFiles
 from tieredkv.tiers.cold_folder import SpillFolder
 from tieredkv.tiers.cold_layout import SpillLayout, spill_layout, spill_metadata
-from tieredkv.tiers.rows import pack_rows, row_pieces, unpack_rows
+from tieredkv.tiers.native_reads import NativeReads
+from tieredkv.tiers.rows import pack_rows, row_addresses, row_pieces, unpack_rows
 from tieredkv.tiers.slots import SlotPool
 
 TARGET_FILE_BYTES = 8 << 20
 MAX_FILE_BLOCKS = 64
 MAX_OPEN_FILES = 64
+AT_ONCE_BYTES = 1 << 20
+"""From so many bytes on, several threads read."""
 
 
 def blocks_per_file(block_bytes: int) -> int:
@@ -117,6 +121,8 @@ class ColdTier(Tier):
         )
         self._files = files
         self._up_through = None if bounce is None else partial(bounce.copy, to_device=True)
+        self._native: NativeReads | None = None
+        self.native_reason: str | None = None
         self.folder = folder.path
         self.swept_folders = folder.swept
         self._finalizer = weakref.finalize(self, _shut, files, folder)
@@ -153,6 +159,9 @@ class ColdTier(Tier):
             for plane, arrived in zip(out, host, strict=True):
                 copy_blocks(plane, arrived, through=self._up_through)
             return
+        if self._is_read_at_once(layer, len(slots)) and (addresses := row_addresses(out)) is not None:
+            self._read_at_once(layer, slots, addresses)
+            return
         pieces = row_pieces(out) if slots else None
         if pieces is None:
             unpack_rows(self.layers[layer], self.read_rows(layer, slots), out)
@@ -160,6 +169,27 @@ class ColdTier(Tier):
         for index, start, length in self.runs(slots):
             number, offset = self._place(layer, start)
             self._files.read(number, offset, [piece for row in pieces[index : index + length] for piece in row])
+
+    def _is_read_at_once(self, layer: int, count: int) -> bool:
+        """Whether several threads of the caller's read so many blocks; the kernel is compiled when that is first so."""
+        if torch.get_num_threads() == 1 or count * self._plan.full.row_bytes[layer] < AT_ONCE_BYTES:
+            return False
+        if self._native is None and self.native_reason is None:
+            try:
+                self._native = NativeReads()
+            except OSError as error:
+                self.native_reason = str(error)
+        return self._native is not None
+
+    def _read_at_once(self, layer: int, slots: Sequence[int], addresses: Sequence[array.array[int]]) -> None:
+        wanted = []
+        for index, start, length in self.runs(slots):
+            pieces = array.array("Q")
+            for each in addresses[index : index + length]:
+                pieces += each
+            wanted.append((*self._place(layer, start), pieces))
+        if self._native is not None:
+            self._files.read_at_once(self._native, wanted)
 
     def write_rows(self, layer: int, slots: Sequence[int], rows: torch.Tensor) -> None:
         """Write n blocks as they lie on disk.

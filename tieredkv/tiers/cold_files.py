@@ -1,10 +1,11 @@
 """The spill files in a private folder: made on demand, kept open up to a limit, read and written at offsets.
 
-Imports: errors, tiers.cold_folder, tiers.cold_layout.
+Imports: errors, tiers.cold_folder, tiers.cold_layout, tiers.native_reads.
 """
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import errno
 import os
@@ -17,10 +18,9 @@ from pathlib import Path
 from tieredkv.errors import ClosedError, ColdTierError
 from tieredkv.tiers.cold_folder import cold_error
 from tieredkv.tiers.cold_layout import SpillLayout
+from tieredkv.tiers.native_reads import MOST_PIECES, NativeReads, Stretch, reason
 
 FILES_PER_FOLDER = 256
-MOST_BUFFERS = 1024
-"""Linux and macOS take so many in one call."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,7 +90,7 @@ class SpillFiles:
             ColdTierError: the file cannot be made or written.
             ClosedError: the files are closed, or belong to the parent of this process.
         """
-        with self._use(number, make=True) as descriptor:
+        with self._use([number], make=True) as (descriptor,):
             try:
                 while data:
                     written = os.pwrite(descriptor, data, offset)
@@ -105,16 +105,33 @@ class SpillFiles:
             ColdTierError: the file was never written, is lost, is shorter than it was made, or cannot be read.
             ClosedError: the files are closed, or belong to the parent of this process.
         """
-        with self._use(number, make=False) as descriptor:
+        with self._use([number], make=False) as (descriptor,):
             try:
                 while buffers:
-                    count = os.preadv(descriptor, buffers[:MOST_BUFFERS], offset)
+                    count = os.preadv(descriptor, buffers[:MOST_PIECES], offset)
                     if not count:
                         short = sum(map(len, buffers))
                         raise OSError(errno.EIO, f"file ends at {offset}, {short} bytes short")
                     buffers, offset = _after(buffers, count), offset + count
             except OSError as cause:
                 raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
+
+    def read_at_once(self, native: NativeReads, wanted: Sequence[tuple[int, int, array.array[int]]]) -> None:
+        """Fill memory from several stretches of files, with all threads of the caller.
+
+        Args:
+            native: reads.
+            wanted: for each stretch file number, offset, and address and bytes of each piece of memory.
+
+        Raises:
+            ColdTierError, ClosedError: as for `read`.
+        """
+        with self._use([number for number, _, _ in wanted], make=False) as descriptors:
+            places = zip(descriptors, wanted, strict=True)
+            outcomes = native.read(Stretch(descriptor, offset, pieces) for descriptor, (_, offset, pieces) in places)
+        for outcome in filter(None, outcomes):
+            cause = reason(outcome)
+            raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
 
     def delete_where(self, is_unused: Callable[[int], bool]) -> int:
         """Delete the files for which `is_unused(number)` holds; returns the bytes given back."""
@@ -138,25 +155,33 @@ class SpillFiles:
                 _drop(self._open.popitem()[1])
 
     @contextmanager
-    def _use(self, number: int, *, make: bool) -> Iterator[int]:
-        """A descriptor that stays open for the length of the `with`."""
+    def _use(self, numbers: Sequence[int], *, make: bool) -> Iterator[list[int]]:
+        """Descriptors that stay open for the length of the `with`."""
         self._check_usable()  # before the lock, which a fork may have left held
-        with self._lock:
-            self._check_usable()
-            file = self._open.get(number)
-            if file is None:
-                while len(self._open) >= self._max_open:
-                    _drop(self._open.popitem(last=False)[1])
-                file = self._open[number] = _OpenFile(self._descriptor(number, make=make))
-            self._open.move_to_end(number)
-            file.users += 1
+        used = list[_OpenFile]()
         try:
-            yield file.descriptor
+            with self._lock:
+                self._check_usable()
+                for number in numbers:
+                    file = self._opened(number, make=make)
+                    file.users += 1
+                    used.append(file)
+            yield [file.descriptor for file in used]
         finally:
             with self._lock:
-                file.users -= 1
-                if file.dropped and not file.users:
-                    os.close(file.descriptor)
+                for file in used:
+                    file.users -= 1
+                    if file.dropped and not file.users:
+                        os.close(file.descriptor)
+
+    def _opened(self, number: int, *, make: bool) -> _OpenFile:
+        file = self._open.get(number)
+        if file is None:
+            while len(self._open) >= self._max_open:
+                _drop(self._open.popitem(last=False)[1])
+            file = self._open[number] = _OpenFile(self._descriptor(number, make=make))
+        self._open.move_to_end(number)
+        return file
 
     def _check_usable(self) -> None:
         if self._closed or os.getpid() != self._pid:

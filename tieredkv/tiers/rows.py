@@ -7,8 +7,10 @@ Imports: block only.
 
 from __future__ import annotations
 
+import array
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -33,6 +35,30 @@ def unpack_rows(spec: Sequence[Plane], rows: torch.Tensor, planes: Planes) -> No
     """Scatter uint8 rows `[n, row_bytes]` into planes, tensors `[kv_heads, n, *inner]` of any stride and device."""
     for view, plane in zip(_views(spec, rows), planes, strict=True):
         plane.copy_(view)
+
+
+def row_addresses(planes: Planes) -> list[array.array[int]] | None:
+    """`row_pieces` as addresses: for each block address and bytes of each piece. Whoever reads keeps the tensors."""
+    laid = []
+    for plane in planes:
+        heads, _, *inner = plane.shape
+        size = plane.element_size()
+        piece_bytes = math.prod(inner) * size
+        if not plane.is_cpu or piece_bytes < LEAST_PIECE_BYTES or not plane[0, :1].is_contiguous():
+            return None
+        laid.append((plane.data_ptr(), heads, piece_bytes, plane.stride(0) * size, plane.stride(1) * size))
+    return _addresses(planes[0].shape[1], tuple(laid))
+
+
+@lru_cache(maxsize=16)
+def _addresses(blocks: int, laid: tuple[tuple[int, int, int, int, int], ...]) -> list[array.array[int]]:
+    """From each plane's first address, heads, bytes of a piece and strides; staging buffers are few, and stay."""
+    found = [array.array("Q") for _ in range(blocks)]
+    for first, heads, piece_bytes, head_bytes, block_bytes in laid:
+        for block, pieces in enumerate(found):
+            start = first + block * block_bytes
+            pieces.extend([n for h in range(heads) for n in (start + h * head_bytes, piece_bytes)])
+    return found
 
 
 def row_pieces(planes: Planes) -> list[list[memoryview]] | None:
