@@ -111,6 +111,8 @@ def attention_alone(
                 causal=False,
             )
             for layer in range(layers):
+                for each in new:  # as in `run`, where a model would have made them
+                    each.clone()
                 k_flat, v_flat = store.flat_pools(layer)
                 native.attend(q, [(k_flat, v_flat)], plan, scale=dim**-0.5)
 
