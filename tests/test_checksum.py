@@ -14,6 +14,7 @@ import torch
 from tieredkv import checksum as module
 from tieredkv.block import Planes
 from tieredkv.checksum import Checksummer
+from tieredkv.checksum_native import LEAST_WORDS
 from tieredkv.errors import MismatchError
 
 MASK = 2**64 - 1
@@ -356,3 +357,15 @@ def test_several_threads_share_one_native_kernel(large: Planes) -> None:
         thread.join()
     wanted = Checksummer(native=False).checksum(large)
     assert len(results) == 4 and all(torch.equal(sums, wanted) for sums in results)
+
+
+def test_several_cores_make_no_difference(large: Planes) -> None:
+    before, sums = torch.get_num_threads(), []
+    assert large[0].numel() * large[0].element_size() > 2 * 8 * LEAST_WORDS
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            sums.append(Checksummer().checksum(large))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])

@@ -58,13 +58,13 @@ def test_working_memory_is_given_back() -> None:
         assert kernels._scratch.numel() <= max(4 * plan.scratch_floats(64, 64), 2**16)
 
 
-def outputs(kernel: Any, codec: str, folder: Path, defaults: Any) -> list[torch.Tensor]:
+def outputs(kernel: Any, codec: str, folder: Path, defaults: Any, warm: str | int = "32 tokens") -> list[torch.Tensor]:
     """Of forwards of several lengths over blocks in three tiers; made under some defaults, from the same tensors."""
     torch.manual_seed(0)
     config, module, found = config_of("llama", head_dim=32), Attention().eval(), []
     config._attn_implementation = "tieredkv"
     settings = tieredkv.CacheSettings(kernel=kernel, codec=codec)
-    sizes: dict[str, Any] = {"hot": "96 tokens", "warm": "32 tokens", "cold": folder, "block_size": 16, "window": 16}
+    sizes: dict[str, Any] = {"hot": "96 tokens", "warm": warm, "cold": folder, "block_size": 16, "window": 16}
     drawn = [
         [torch.randn(2, heads, new, 32) for heads in (2, 2, 4)] for new in (90, 1, 1, 70, 1) for _ in range(2)
     ]  # k, v, q of each layer
@@ -84,6 +84,16 @@ def outputs(kernel: Any, codec: str, folder: Path, defaults: Any) -> list[torch.
 def test_a_cache_in_three_tiers(tmp_path: Path, defaults: str, kernel: Any, codec: str) -> None:
     wanted = outputs(kernel, codec, tmp_path / "a", contextlib.nullcontext)
     got = outputs(kernel, codec, tmp_path / "b", DEFAULTS[defaults])
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.dtype == theirs.dtype and mine.device == theirs.device
+        assert_close(mine, theirs, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("defaults", DEFAULTS)
+def test_a_cache_whose_blocks_are_all_on_disk(tmp_path: Path, defaults: str, codec: str) -> None:
+    wanted = outputs("auto", codec, tmp_path / "a", contextlib.nullcontext, warm=0)
+    got = outputs("auto", codec, tmp_path / "b", DEFAULTS[defaults], warm=0)
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.dtype == theirs.dtype and mine.device == theirs.device
         assert_close(mine, theirs, tolerance=1e-6)

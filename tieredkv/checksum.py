@@ -309,7 +309,7 @@ def _mix_and_sum(mixed: torch.Tensor, shifted: torch.Tensor, weights: torch.Tens
 
 def _make_weights(count: int) -> torch.Tensor:
     """int64 `[count]`, odd: the splitmix64 sequence of the positive integers."""
-    state = torch.arange(1, count + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+    state = torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     return (state ^ ((state >> 31) & ((1 << 33) - 1))) | 1

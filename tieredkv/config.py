@@ -147,9 +147,10 @@ class CacheSettings:
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
         kernel: "auto" chooses by device, dtype and shape; the others force one kernel.
         chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
-            None for 2,048, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk costs the host some
+            None for 4,096, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk costs the host some
             0.25 ms, in which a fast link moves 12 MB.
-        staging_buffers: staging buffers, at least 2 (one being attended, one on its way).
+        staging_buffers: staging buffers, at least 2 (one being attended, one on its way). A CPU, which reads a chunk
+            when it attends it, has one.
         max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
         log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).
         placement: what makes blocks leave hot: "both" (those outside the window, when hot fills up to the watermark),

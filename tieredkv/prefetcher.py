@@ -127,7 +127,7 @@ class Prefetcher:
     Args:
         device: streams and events.
         mover: reads, verifies and decodes.
-        buffers: the staging buffers, at least two.
+        buffers: the staging buffers, at least two where anything is read ahead.
         counters: where stalls are counted.
     """
 
@@ -144,7 +144,10 @@ class Prefetcher:
         self.chunk_blocks = buffers[0].blocks if buffers else 0
 
     def start(self, layers: Sequence[int], chunks: Sequence[Chunk]) -> None:
-        """Announce a forward: these layers in this order, each reading these chunks in order. Loads start at once."""
+        """Announce a forward: these layers in this order, each reading these chunks in order.
+
+        Loads start at once, where anything is read ahead.
+        """
         with self._lock:
             self._layers, self._chunks = layers, chunks
             fits = len(self._loads) <= len(layers) * len(chunks)
@@ -228,7 +231,7 @@ class Prefetcher:
     def holds(self, block: Block) -> bool:
         """Whether a load of this block is under way or waiting to be attended."""
         with self._lock:
-            return any(block.id in load.key for load in self._loads)
+            return any(each.id == block.id for load in self._loads for each in load.blocks)
 
     def flush(self) -> None:
         """Wait for every load and forget what was loaded; failures of loads that nobody took are dropped."""

@@ -72,8 +72,8 @@ class PhaseStats:
     Args:
         forwards: how many.
         tokens: new tokens, over all rows.
-        stall_seconds: time the forward waited for a block on its way.
-        transfer_seconds: time workers spent bringing blocks up; on a GPU the copies' own.
+        stall_seconds: time the forward waited for blocks; on a CPU, which copies them itself, all of the time below.
+        transfer_seconds: time spent bringing blocks up; on a GPU the copies' own.
         written_bytes: bytes written below hot.
         streamed_bytes: bytes brought up through staging.
         step_seconds: time from the begin of a forward to the begin of the next one, over `timed_forwards`.

@@ -1,7 +1,7 @@
 """Copies of blocks between tiers: encode, checksum, write; read, verify, decode. Each on a stream, ordered by events.
 
 What runs where: demotions and the write-through of a long prefill run on the device's `down` stream; reads towards the
-device run inside whatever stream calls `fetch` (the prefetcher's `up`, or compute for a promotion that is needed now).
+device run wherever `fetch` is called: on the device's `up` stream, and on a CPU on the thread that attends the chunk.
 A copy holds its source tensors until its event is done. Nothing here decides what moves; the store does.
 
 Imports: errors, stats, block, checksum, codecs, device, tiers, plan, verified.

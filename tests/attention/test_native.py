@@ -142,6 +142,7 @@ def test_one_plan_serves_layers_of_unlike_dims_and_heads_with_any_stride(kernels
     ("flags", "dtypes"),
     [
         (("-mno-avx512f",), DTYPES),
+        (("-mno-avx512f", "-mno-avx2", "-mno-fma"), DTYPES),
         (("-mno-avx512f", "-mno-avx2", "-mno-fma", "-mno-f16c"), DTYPES),
         (("-fno-openmp",), [torch.bfloat16]),
     ],

@@ -74,7 +74,10 @@ class Trial:
         self.at = 0
 
     def names(self) -> list[tuple[str, Any]]:
-        return [("faulty", self.device), ("plain", CpuDevice())]
+        plain = CpuDevice()
+        # As many staging buffers, and so as many hot slots: what is read through a lossy codec depends on them.
+        plain.copies_aside = self.device.copies_aside
+        return [("faulty", self.device), ("plain", plain)]
 
     def make(self, folder: Path, device: Any) -> tieredkv.TieredCache:
         settings = tieredkv.CacheSettings(

@@ -213,7 +213,7 @@ class Engine:
     def _over_chunks(
         self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int] | None, parts: list[list[Partial]]
     ) -> None:
-        """Blocks that come through staging, one chunk attended while the next are on their way."""
+        """Blocks that come through staging, a chunk at a time."""
         ring, layers, announced = self.store.prefetcher, range(len(self.store.layers)), plan.ring or plan.chunks
         for index, chunk in enumerate(plan.chunks):
             with ring.chunk(layers, announced, call.layer, plan.ring_first + index) as (k, v, buffer):

@@ -69,7 +69,7 @@ static inline vec load(const scalar* from) {
 #elif SCALAR == 2
 #if defined(__AVX512F__)
 static inline vec load(const scalar* from) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
 static inline vec load(const scalar* from) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
 #else
 static inline vec load(const scalar* from) {

@@ -113,7 +113,7 @@ def _of_moves(memory: CacheStats) -> Iterator[Metric]:
     hidden = 1 - min(memory.stall_seconds / upward, 1.0) if upward else 1.0
     yield _counter("stall_seconds", "Time that forwards waited for blocks.", memory.stall_seconds)
     yield _counter("transfer_seconds", "Time that blocks were on their way up.", upward)
-    yield _gauge("overlap_ratio", "Share of that time behind which forwards computed, since the start.", hidden)
+    yield _gauge("overlap_ratio", "Share of that time behind which forwards computed; 0 on a CPU.", hidden)
     yield _counter("checksum_failures", "Blocks that were not as written.", memory.checksum_failures)
     yield _counter("tier_failures", "Failures of a lower tier that were survived.", memory.tier_failures)
 

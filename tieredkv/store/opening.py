@@ -82,7 +82,7 @@ class Budget:
         warm_bytes = _size(settings.warm, token_bytes, rows, int(WARM_SHARE * warm_free_bytes))
         warm_slots = warm_bytes // sum(row_bytes)
         has_lower = warm_slots > 0 or settings.cold_settings is not None or settings.hot_codec is not None
-        each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * settings.staging_buffers
+        each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * staging_buffers(settings, device)
         chunk_blocks = 0
         if has_lower:
             largest_bytes = max(layer.token_bytes for layer in layers)
@@ -127,6 +127,11 @@ class Budget:
         except BudgetError:
             LEDGER.release(store)
             raise
+
+
+def staging_buffers(settings: CacheSettings, device: Device) -> int:
+    """How many staging buffers there are: one where nothing is read ahead."""
+    return settings.staging_buffers if device.copies_aside else 1
 
 
 def _memory(device: Device) -> str:
@@ -252,5 +257,5 @@ def staging_ring(
         return []
     return [
         Staging(layers, mover, budget.chunk_blocks, settings.block_size, codec.lossless, device.empty)
-        for _ in range(settings.staging_buffers)
+        for _ in range(staging_buffers(settings, device))
     ]

@@ -30,7 +30,7 @@ TARGET_FILE_BYTES = 8 << 20
 MAX_FILE_BLOCKS = 64
 MAX_OPEN_FILES = 64
 AT_ONCE_BYTES = 1 << 20
-"""From so many bytes on, several threads read."""
+"""From so many bytes on, C++ reads, with the threads of the caller."""
 
 
 def blocks_per_file(block_bytes: int) -> int:
@@ -145,7 +145,7 @@ class ColdTier(Tier):
     def write(self, layer: int, slots: Sequence[int], planes: Planes, *, non_blocking: bool = False) -> None:
         """See `Tier.write`; always blocking."""
         self._check(layer, len(slots), planes)
-        rows = torch.empty((len(slots), self._plan.full.row_bytes[layer]), dtype=torch.uint8)
+        rows = torch.empty((len(slots), self._plan.full.row_bytes[layer]), dtype=torch.uint8, device="cpu")
         pack_rows(self.layers[layer], planes, rows)
         self.write_rows(layer, slots, rows)
 
@@ -154,7 +154,7 @@ class ColdTier(Tier):
         self._check(layer, len(slots), out)
         if not all(plane.is_cpu for plane in out):
             # Put in order on the host, so that one head of all blocks is one copy.
-            host = tuple(torch.empty(plane.shape, dtype=plane.dtype) for plane in out)
+            host = tuple(torch.empty(plane.shape, dtype=plane.dtype, device="cpu") for plane in out)
             self.read(layer, slots, host)
             for plane, arrived in zip(out, host, strict=True):
                 copy_blocks(plane, arrived, through=self._up_through)
@@ -171,8 +171,8 @@ class ColdTier(Tier):
             self._files.read(number, offset, [piece for row in pieces[index : index + length] for piece in row])
 
     def _is_read_at_once(self, layer: int, count: int) -> bool:
-        """Whether several threads of the caller's read so many blocks; the kernel is compiled when that is first so."""
-        if torch.get_num_threads() == 1 or count * self._plan.full.row_bytes[layer] < AT_ONCE_BYTES:
+        """Whether the kernel reads so many blocks; it is compiled when that is first so."""
+        if count * self._plan.full.row_bytes[layer] < AT_ONCE_BYTES:
             return False
         if self._native is None and self.native_reason is None:
             try:
@@ -188,8 +188,9 @@ class ColdTier(Tier):
             for each in addresses[index : index + length]:
                 pieces += each
             wanted.append((*self._place(layer, start), pieces))
-        if self._native is not None:
-            self._files.read_at_once(self._native, wanted)
+        for first in range(0, len(wanted), MAX_OPEN_FILES):  # all files of a call are open in it
+            if self._native is not None:
+                self._files.read_at_once(self._native, wanted[first : first + MAX_OPEN_FILES])
 
     def write_rows(self, layer: int, slots: Sequence[int], rows: torch.Tensor) -> None:
         """Write n blocks as they lie on disk.
@@ -224,7 +225,7 @@ class ColdTier(Tier):
         """
         if out is None:
             self._check_layer(layer)
-            out = torch.empty((len(slots), self._plan.full.row_bytes[layer]), dtype=torch.uint8)
+            out = torch.empty((len(slots), self._plan.full.row_bytes[layer]), dtype=torch.uint8, device="cpu")
         row_bytes = self._check_rows(layer, len(slots), out)
         data = out.numpy().reshape(-1).data
         for index, start, length in self.runs(slots):

@@ -37,7 +37,7 @@ class SpillFiles:
         folder: an existing folder.
         layout: the layout of a file, by its number.
         free_floor_bytes: no file is made that would leave less than this free on the disk.
-        max_open: how many files are kept open.
+        max_open: how many files are kept open, besides those that are being read or written.
     """
 
     def __init__(
