@@ -26,8 +26,9 @@ from tieredkv.block import Planes
 from tieredkv.checksum_native import NativeSum
 from tieredkv.errors import MismatchError
 
-_SHIFT = 40
-_SHIFT_MASK = (1 << (64 - _SHIFT)) - 1  # int64 shifts drag the sign along; the mask makes the shift logical
+SHIFT = 40
+"""Of the formula."""
+_SHIFT_MASK = (1 << (64 - SHIFT)) - 1  # int64 shifts drag the sign along; the mask makes the shift logical
 _WORD_BYTES = 8
 
 # Words worked on at once by the eager path on a CPU: enough to hide the dispatch of eight operations, while the two
@@ -114,6 +115,20 @@ class Checksummer:
         """
         return self._checksum([_words(rows.unsqueeze(0))])
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the C++ kernel serves on this machine; compiled when asked for the first time."""
+        return self._native_sum() is not None
+
+    def parts(self, row_bytes: int) -> tuple[torch.Tensor, int]:
+        """What a checksum of rows of so many bytes is made of on a CPU, for whoever sums by `WEIGHTED_SUM`.
+
+        Returns:
+            (weights, int64, at least one for each word; what the sum starts from).
+        """
+        row_words = row_bytes // _WORD_BYTES
+        return self._weights_for(row_words, torch.device("cpu")), _seed(row_words)
+
     def compile_records(self) -> dict[str, CompileRecord]:
         """For each device type used so far: whether its kernel is compiled, what that took, why it failed."""
         with self._lock:
@@ -174,7 +189,7 @@ class Checksummer:
         if self._native is None and self._wants_native:
             with self._lock:
                 try:
-                    self._native = self._native or NativeSum(_SHIFT)
+                    self._native = self._native or NativeSum(SHIFT)
                 except OSError as error:
                     self._wants_native, self.native_reason = False, str(error)
         return self._native
@@ -239,7 +254,7 @@ def _sum_of(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """What is compiled: `[heads, n, words]`, `[heads, words]` -> `[n]`, in one pass over the data."""
     weights = weights.unsqueeze(1)
     mixed = words * weights
-    mixed = mixed ^ ((mixed >> _SHIFT) & _SHIFT_MASK)
+    mixed = mixed ^ ((mixed >> SHIFT) & _SHIFT_MASK)
     return (mixed * weights).sum(2).sum(0)
 
 
@@ -285,7 +300,7 @@ def _eager_weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     weights = weights.unsqueeze(1)
     if words.device.type != "cpu" or words.numel() <= _EAGER_PIECE_WORDS:
         mixed = words * weights
-        return _mix_and_sum(mixed, mixed >> _SHIFT, weights)
+        return _mix_and_sum(mixed, mixed >> SHIFT, weights)
     word_step = min(head_words, max(1, _EAGER_PIECE_WORDS // heads))
     block_step = min(blocks, max(1, _EAGER_PIECE_WORDS // (heads * word_step)))
     mixed_room = torch.empty((heads, block_step, word_step), dtype=torch.int64, device=words.device)
@@ -297,7 +312,7 @@ def _eager_weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Ten
             weight = weights[:, :, start : start + word_step]
             mixed, shifted = (room[:, : piece.shape[1], : piece.shape[2]] for room in (mixed_room, shifted_room))
             torch.mul(piece, weight, out=mixed)
-            torch.bitwise_right_shift(mixed, _SHIFT, out=shifted)
+            torch.bitwise_right_shift(mixed, SHIFT, out=shifted)
             total[first : first + block_step] += _mix_and_sum(mixed, shifted, weight)
     return total
 

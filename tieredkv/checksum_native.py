@@ -12,9 +12,24 @@ import torch
 
 from tieredkv.compiler import Compiler
 
-SOURCE = r"""
+WEIGHTED_SUM = r"""
 #include <cstdint>
 
+// Of n words, mod 2^64: see `checksum`.
+static inline uint64_t weighted_sum(const uint64_t* x, const uint64_t* w, int64_t n) {
+  uint64_t total = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const uint64_t t = x[i] * w[i];
+    total += (t ^ (t >> SHIFT)) * w[i];
+  }
+  return total;
+}
+"""
+"""C++ for whatever sums what it has just brought into a cache."""
+
+SOURCE = (
+    WEIGHTED_SUM
+    + r"""
 // words [heads][blocks][head_words] with strides in words, weights [heads][head_words]; adds to sums [blocks].
 extern "C" void tieredkv_checksum(const uint64_t* words, const uint64_t* weights, uint64_t* sums, int64_t heads,
                                   int64_t blocks, int64_t head_words, int64_t head_stride, int64_t block_stride,
@@ -22,18 +37,13 @@ extern "C" void tieredkv_checksum(const uint64_t* words, const uint64_t* weights
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t b = 0; b < blocks; b++) {
     uint64_t total = 0;
-    for (int64_t h = 0; h < heads; h++) {
-      const uint64_t* x = words + h * head_stride + b * block_stride;
-      const uint64_t* w = weights + h * head_words;
-      for (int64_t i = 0; i < head_words; i++) {
-        const uint64_t t = x[i] * w[i];
-        total += (t ^ (t >> SHIFT)) * w[i];
-      }
-    }
+    for (int64_t h = 0; h < heads; h++)
+      total += weighted_sum(words + h * head_stride + b * block_stride, weights + h * head_words, head_words);
     sums[b] += total;
   }
 }
 """
+)
 
 _ARGUMENTS: Any = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6]
 

@@ -65,8 +65,12 @@ class VerifiedReads:
         Raises:
             ChecksumError, ColdTierError: the same, where the tier said at once that it cannot be read.
         """
+        slots, sums = [slot_of(block, tier) for block in blocks], None
         try:
-            self._tiers[tier].read(layer, [slot_of(block, tier) for block in blocks], out, non_blocking=non_blocking)
+            if self._looks_at(layer, blocks, tier):
+                sums = self._tiers[tier].read_summed(layer, slots, out, self._checksummer)
+            if sums is None:
+                self._tiers[tier].read(layer, slots, out, non_blocking=non_blocking)
         except ColdTierError as failure:
             self._counters.failed(tier=1)
             self._tell(tier, failure)
@@ -75,16 +79,19 @@ class VerifiedReads:
             return _nothing
 
         def check() -> None:
-            for index, _ in self._wrong_blocks(layer, blocks, tier, out):
+            for index, _ in self._wrong_blocks(layer, blocks, tier, out, sums):
                 self._read_again(layer, blocks[index], tier, _one(out, index))
 
         return check
 
     def compare(
-        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
+        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes, sums: Sequence[int] | None = None
     ) -> list[tuple[int, ChecksumError]]:
-        """Of blocks whose bytes, as they are in a tier, are not those that were stored: index and error; counted."""
-        lying = self._checksummer.checksum(planes).tolist()
+        """Of blocks whose bytes, as they are in a tier, are not those that were stored: index and error; counted.
+
+        Their checksums may have been taken as they were read.
+        """
+        lying = self._checksummer.checksum(planes).tolist() if sums is None else sums
         wrong = [
             (i, ChecksumError(block=block.id, layer=layer, tier=tier, wanted=block.checksums[layer] or 0, got=got))
             for i, (block, got) in enumerate(zip(blocks, lying, strict=True))
@@ -96,16 +103,20 @@ class VerifiedReads:
             self._tell(tier, wrong[0][1])
         return wrong
 
+    def _looks_at(self, layer: int, blocks: Sequence[Block], tier: str) -> bool:
+        """Whether the settings say to compare what is read now."""
+        if self._verify != "first":
+            return self._verify == "always"
+        # In another tier it lies as other bytes, which nobody has looked at yet.
+        return not all((tier, block.id, layer) in self._seen for block in blocks)
+
     def _wrong_blocks(
-        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes
+        self, layer: int, blocks: Sequence[Block], tier: str, planes: Planes, sums: Sequence[int] | None = None
     ) -> list[tuple[int, ChecksumError]]:
         """`compare` of what was read, as often as the settings say; what is right is remembered."""
-        if self._verify == "off":
+        if not self._looks_at(layer, blocks, tier):
             return []
-        # In another tier it lies as other bytes, which nobody has looked at yet.
-        if self._verify == "first" and all((tier, block.id, layer) in self._seen for block in blocks):
-            return []
-        wrong = self.compare(layer, blocks, tier, planes)
+        wrong = self.compare(layer, blocks, tier, planes, sums)
         if not wrong and self._verify == "first":
             self._seen.update((tier, block.id, layer) for block in blocks)
         return wrong

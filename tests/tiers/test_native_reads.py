@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from support import assert_close, audit, feed, oracle, small, store_of, tiny, to
 
 import tieredkv
 from tieredkv.block import Plane
+from tieredkv.checksum import Checksummer
 from tieredkv.errors import ColdTierError
 from tieredkv.tiers import ColdTier
 from tieredkv.tiers.native_reads import END, MOST_PIECES, NativeReads, Stretch, reason
@@ -59,12 +60,12 @@ def test_every_piece_of_every_stretch(file: tuple[int, np.ndarray]) -> None:
     stretches = [
         Stretch(descriptor, at, pieces_of(memory, sizes)) for (at, sizes), memory in zip(wanted, memories, strict=True)
     ]
-    assert NativeReads().read(stretches) == [0] * 4
+    assert NativeReads().read(stretches) == ([0] * 4, None)
     for (at, sizes), memory in zip(wanted, memories, strict=True):
         ends = np.cumsum(np.array(sizes) + 1)
         assert np.array_equal(np.delete(memory, ends - 1), data[at : at + sum(sizes)])
         assert (memory[ends - 1] == 255).all()  # what lies between pieces is not touched
-    assert NativeReads().read([]) == []
+    assert NativeReads().read([]) == ([], None)
 
 
 def test_what_cannot_be_read_is_told_and_the_rest_is_read(file: tuple[int, np.ndarray], tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_read(file: tuple[int, np.nd
     closed = os.open(tmp_path / "file", os.O_RDONLY)
     os.close(closed)
     pieces = [pieces_of(row, [10]) for row in memory]
-    outcomes = NativeReads().read(
+    outcomes, _ = NativeReads().read(
         [Stretch(closed, 0, pieces[0]), Stretch(descriptor, 99_995, pieces[1]), Stretch(descriptor, 7, pieces[2])]
     )
     assert outcomes == [errno.EBADF, END, 0]
@@ -107,6 +108,28 @@ def test_a_tier_reads_the_same_at_once(cold_dir: Path, monkeypatch: pytest.Monke
                 assert (plane[:, [0, 1, 8]] == 7).all()
 
 
+def test_checksums_are_taken_on_the_way(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, slots, written = filled(cold_dir, 10)
+    monkeypatch.setattr("tieredkv.tiers.cold.AT_ONCE_BYTES", 1)
+    summer, order = Checksummer(), [5, 0, 1, 2, 9, 7]
+    for layer, planes in enumerate(written):
+        out = tuple(torch.empty(p.kv_heads, 6, *p.inner, dtype=p.dtype) for p in LAYERS[layer])
+        sums = tier.read_summed(layer, [slots[i] for i in order], out, summer)
+        assert sums == summer.checksum(tuple(plane[:, order] for plane in planes)).tolist()
+        assert all(torch.equal(mine, theirs[:, order]) for mine, theirs in zip(out, planes, strict=True))
+    path, first = sorted(tier.folder.rglob("*.safetensors"))[0], tier._place(0, slots[0])[1]
+    with path.open("r+b") as file:
+        file.seek(first + 40)
+        byte = file.read(1)[0]
+        file.seek(first + 40)
+        file.write(bytes([byte ^ 4]))
+    out = tuple(torch.empty(p.kv_heads, 2, *p.inner, dtype=p.dtype) for p in LAYERS[0])
+    sums, right = tier.read_summed(0, slots[:2], out, summer), summer.checksum(written[0]).tolist()
+    assert sums is not None and sums[0] != right[0] and sums[1] == right[1]
+    assert sums == summer.checksum(out).tolist()
+    assert tier.read_summed(0, slots[:2], out, Checksummer(native=False)) is None
+
+
 def test_few_bytes_go_the_usual_way(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, slots, _ = filled(cold_dir, 4)
     monkeypatch.setattr(NativeReads, "read", lambda *_: pytest.fail("read at once"))
@@ -119,10 +142,9 @@ def test_a_read_has_no_more_files_open_than_the_tier(cold_dir: Path, monkeypatch
     monkeypatch.setattr("tieredkv.tiers.cold.MAX_OPEN_FILES", 4)
     most, read = [0], NativeReads.read
 
-    def counted(self: NativeReads, stretches: Iterable[Stretch]) -> list[int]:
-        found = list(stretches)
-        most[0] = max(most[0], len({each.descriptor for each in found}))
-        return read(self, found)
+    def counted(self: NativeReads, stretches: Sequence[Stretch], *rest: Any) -> Any:
+        most[0] = max(most[0], len({each.descriptor for each in stretches}))
+        return read(self, stretches, *rest)
 
     monkeypatch.setattr(NativeReads, "read", counted)
     order = [*range(0, 30, 2), *range(1, 30, 2)]  # each file twice, in places apart
@@ -164,9 +186,9 @@ def test_a_cache_that_streams_from_files_at_once(cold_dir: Path, monkeypatch: py
     monkeypatch.setattr("tieredkv.tiers.rows.LEAST_PIECE_BYTES", 1)
     calls, read = [0], NativeReads.read
 
-    def counted(self: NativeReads, stretches: Iterable[Stretch]) -> list[int]:
+    def counted(self: NativeReads, stretches: Sequence[Stretch], *rest: Any) -> Any:
         calls[0] += 1
-        return read(self, stretches)
+        return read(self, stretches, *rest)
 
     monkeypatch.setattr(NativeReads, "read", counted)
     settings, model, ids, got = tieredkv.CacheSettings(codec=codec), tiny(), tokens(140), []

@@ -3,7 +3,7 @@
 A tier owns its memory or files and a `SlotPool`; who allocates slots, verifies bytes and orders copies is decided
 above. All tiers share one contract suite (tests/tiers/test_tier_contract.py).
 
-Imports: errors, block, tiers.slots.
+Imports: errors, block, checksum, tiers.slots.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from tieredkv.block import Plane, Planes
+from tieredkv.checksum import Checksummer
 from tieredkv.errors import ClosedError, ConfigError, MismatchError
 from tieredkv.tiers.slots import SlotPool
 
@@ -147,6 +148,14 @@ class Tier(ABC):
     @abstractmethod
     def read(self, layer: int, slots: Sequence[int], out: Planes, *, non_blocking: bool = False) -> None:
         """Copy n blocks out of slots; arguments and errors as for `write`, `out` is undefined after an error."""
+
+    def read_summed(self, layer: int, slots: Sequence[int], out: Planes, checksummer: Checksummer) -> list[int] | None:
+        """`read`, and the checksum of each block as it is in `out`, taken while it is in a processor's cache.
+
+        Returns:
+            The checksums; None where that is not to be had, and nothing was read. Errors as for `read`.
+        """
+        return None
 
     def run(self, layer: int, start: int, blocks: int) -> Planes | None:
         """The blocks of neighbouring slots in place, without a copy.

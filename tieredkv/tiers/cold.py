@@ -2,7 +2,7 @@
 
 What lies here is private and goes with the cache; nothing of it is found again by another process.
 
-Imports: block, device, errors, tiers.base, tiers.slots, tiers.rows, and the other cold modules of tiers.
+Imports: block, checksum, device, errors, tiers.base, tiers.slots, tiers.rows, and the other cold modules of tiers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 import torch
 
 from tieredkv.block import Plane, Planes
+from tieredkv.checksum import Checksummer
 from tieredkv.device import Bounce
 from tieredkv.errors import BudgetError, ConfigError, MismatchError
 from tieredkv.tiers.base import Tier, copy_blocks, slot_bytes
@@ -159,8 +160,8 @@ class ColdTier(Tier):
             for plane, arrived in zip(out, host, strict=True):
                 copy_blocks(plane, arrived, through=self._up_through)
             return
-        if self._is_read_at_once(layer, len(slots)) and (addresses := row_addresses(out)) is not None:
-            self._read_at_once(layer, slots, addresses)
+        if (native := self._native_for(layer, len(slots))) and (addresses := row_addresses(out)) is not None:
+            self._read_at_once(native, layer, slots, addresses, None)
             return
         pieces = row_pieces(out) if slots else None
         if pieces is None:
@@ -170,27 +171,46 @@ class ColdTier(Tier):
             number, offset = self._place(layer, start)
             self._files.read(number, offset, [piece for row in pieces[index : index + length] for piece in row])
 
-    def _is_read_at_once(self, layer: int, count: int) -> bool:
-        """Whether the kernel reads so many blocks; it is compiled when that is first so."""
+    def read_summed(self, layer: int, slots: Sequence[int], out: Planes, checksummer: Checksummer) -> list[int] | None:
+        """See `Tier.read_summed`."""
+        native = self._native_for(layer, len(slots))
+        if native is None or not checksummer.is_native or (addresses := row_addresses(out)) is None:
+            return None
+        self._check(layer, len(slots), out)
+        return self._read_at_once(native, layer, slots, addresses, checksummer)
+
+    def _native_for(self, layer: int, count: int) -> NativeReads | None:
+        """What reads so many blocks, if it is worth it; it is compiled when that is first so."""
+        self._check_layer(layer)
         if count * self._plan.full.row_bytes[layer] < AT_ONCE_BYTES:
-            return False
+            return None
         if self._native is None and self.native_reason is None:
             try:
                 self._native = NativeReads()
             except OSError as error:
                 self.native_reason = str(error)
-        return self._native is not None
+        return self._native
 
-    def _read_at_once(self, layer: int, slots: Sequence[int], addresses: Sequence[array.array[int]]) -> None:
-        wanted = []
+    def _read_at_once(
+        self,
+        native: NativeReads,
+        layer: int,
+        slots: Sequence[int],
+        addresses: Sequence[array.array[int]],
+        checksummer: Checksummer | None,
+    ) -> list[int]:
+        """Fill the pieces of each slot's row; their checksums, where they are wanted."""
+        wanted, sums = [], list[int]()
         for index, start, length in self.runs(slots):
             pieces = array.array("Q")
             for each in addresses[index : index + length]:
                 pieces += each
             wanted.append((*self._place(layer, start), pieces))
+        block_pieces = len(addresses[0]) // 2
+        summing = None if checksummer is None else (checksummer, self._plan.full.row_bytes[layer])
         for first in range(0, len(wanted), MAX_OPEN_FILES):  # all files of a call are open in it
-            if self._native is not None:
-                self._files.read_at_once(self._native, wanted[first : first + MAX_OPEN_FILES])
+            sums += self._files.read_at_once(native, wanted[first : first + MAX_OPEN_FILES], block_pieces, summing)
+        return sums
 
     def write_rows(self, layer: int, slots: Sequence[int], rows: torch.Tensor) -> None:
         """Write n blocks as they lie on disk.

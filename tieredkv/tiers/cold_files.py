@@ -1,6 +1,6 @@
 """The spill files in a private folder: made on demand, kept open up to a limit, read and written at offsets.
 
-Imports: errors, tiers.cold_folder, tiers.cold_layout, tiers.native_reads.
+Imports: errors, checksum, tiers.cold_folder, tiers.cold_layout, tiers.native_reads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tieredkv.checksum import Checksummer
 from tieredkv.errors import ClosedError, ColdTierError
 from tieredkv.tiers.cold_folder import cold_error
 from tieredkv.tiers.cold_layout import SpillLayout
@@ -116,22 +117,34 @@ class SpillFiles:
             except OSError as cause:
                 raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
 
-    def read_at_once(self, native: NativeReads, wanted: Sequence[tuple[int, int, array.array[int]]]) -> None:
+    def read_at_once(
+        self,
+        native: NativeReads,
+        wanted: Sequence[tuple[int, int, array.array[int]]],
+        block_pieces: int,
+        summing: tuple[Checksummer, int] | None,
+    ) -> list[int]:
         """Fill memory from several stretches of files, with all threads of the caller.
 
         Args:
             native: reads.
             wanted: for each stretch file number, offset, and address and bytes of each piece of memory.
+            block_pieces, summing: as for `NativeReads.read`.
+
+        Returns:
+            The checksum of each block, in the order of the pieces; nothing where none were wanted.
 
         Raises:
             ColdTierError, ClosedError: as for `read`.
         """
         with self._use([number for number, _, _ in wanted], make=False) as descriptors:
             places = zip(descriptors, wanted, strict=True)
-            outcomes = native.read(Stretch(descriptor, offset, pieces) for descriptor, (_, offset, pieces) in places)
+            stretches = [Stretch(descriptor, offset, pieces) for descriptor, (_, offset, pieces) in places]
+            outcomes, sums = native.read(stretches, block_pieces, summing)
         for outcome in filter(None, outcomes):
             cause = reason(outcome)
             raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
+        return sums or []
 
     def delete_where(self, is_unused: Callable[[int], bool]) -> int:
         """Delete the files for which `is_unused(number)` holds; returns the bytes given back."""
