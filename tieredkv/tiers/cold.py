@@ -174,9 +174,11 @@ class ColdTier(Tier):
     def read_summed(self, layer: int, slots: Sequence[int], out: Planes, checksummer: Checksummer) -> list[int] | None:
         """See `Tier.read_summed`."""
         native = self._native_for(layer, len(slots))
-        if native is None or not checksummer.is_native or (addresses := row_addresses(out)) is None:
+        if native is None or not checksummer.is_native:
             return None
         self._check(layer, len(slots), out)
+        if (addresses := row_addresses(out)) is None:
+            return None
         return self._read_at_once(native, layer, slots, addresses, checksummer)
 
     def _native_for(self, layer: int, count: int) -> NativeReads | None:
