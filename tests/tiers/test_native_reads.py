@@ -17,7 +17,7 @@ from support import assert_close, audit, feed, oracle, small, store_of, tiny, to
 import tieredkv
 from tieredkv.block import Plane
 from tieredkv.checksum import Checksummer
-from tieredkv.errors import ColdTierError
+from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.tiers import ColdTier
 from tieredkv.tiers.native_reads import END, MOST_PIECES, NativeReads, Stretch, reason
 
@@ -203,3 +203,24 @@ def test_a_cache_that_streams_from_files_at_once(cold_dir: Path, monkeypatch: py
     assert torch.equal(*got)
     if codec == "raw":
         assert_close(got[0], oracle(ids))
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_byte_that_changed_on_disk_is_seen(cold_dir: Path, monkeypatch: pytest.MonkeyPatch, codec: Any) -> None:
+    settings, model, ids = tieredkv.CacheSettings(codec=codec), tiny(), tokens(140)
+    with small(model, cold_dir, warm=0, settings=settings) as cache:
+        feed(model, ids, cache, [100, 1])
+        tier = store_of(cache).tiers["cold"]
+        assert isinstance(tier, ColdTier)
+        monkeypatch.setattr("tieredkv.tiers.rows.LEAST_PIECE_BYTES", 1)
+        monkeypatch.setattr("tieredkv.tiers.cold.AT_ONCE_BYTES", 1)
+        block = next(b for b in cache.parts().holder.table.blocks() if b.hot is None and b.cold is not None)
+        number, offset = tier._place(1, block.cold)
+        with tier._files.path(number).open("r+b") as file:
+            file.seek(offset + 3)
+            byte = file.read(1)[0]
+            file.seek(offset + 3)
+            file.write(bytes([byte ^ 16]))
+        with pytest.raises(ChecksumError, match=f"[Bb]lock {block.id}"):
+            feed(model, ids[:, 101:102], cache)
+        assert cache.stats().checksum_failures >= 2  # read once more, and no other tier has it
