@@ -94,6 +94,16 @@ def filled(folder: Path, count: int) -> tuple[ColdTier, list[int], list[tuple[to
     return tier, slots, written
 
 
+def change_a_byte(tier: ColdTier, layer: int, slot: int) -> None:
+    """Of what a slot holds of a layer, on disk."""
+    number, offset = tier._place(layer, slot)
+    with tier._files.path(number).open("r+b") as file:
+        file.seek(offset + 3)
+        byte = file.read(1)[0]
+        file.seek(offset + 3)
+        file.write(bytes([byte ^ 16]))
+
+
 def test_a_tier_reads_the_same_at_once(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, slots, written = filled(cold_dir, 10)
     monkeypatch.setattr("tieredkv.tiers.cold.AT_ONCE_BYTES", 1)
@@ -117,12 +127,7 @@ def test_checksums_are_taken_on_the_way(cold_dir: Path, monkeypatch: pytest.Monk
         sums = tier.read_summed(layer, [slots[i] for i in order], out, summer)
         assert sums == summer.checksum(tuple(plane[:, order] for plane in planes)).tolist()
         assert all(torch.equal(mine, theirs[:, order]) for mine, theirs in zip(out, planes, strict=True))
-    path, first = sorted(tier.folder.rglob("*.safetensors"))[0], tier._place(0, slots[0])[1]
-    with path.open("r+b") as file:
-        file.seek(first + 40)
-        byte = file.read(1)[0]
-        file.seek(first + 40)
-        file.write(bytes([byte ^ 4]))
+    change_a_byte(tier, 0, slots[0])
     out = tuple(torch.empty(p.kv_heads, 2, *p.inner, dtype=p.dtype) for p in LAYERS[0])
     sums, right = tier.read_summed(0, slots[:2], out, summer), summer.checksum(written[0]).tolist()
     assert sums is not None and sums[0] != right[0] and sums[1] == right[1]
@@ -215,12 +220,7 @@ def test_a_byte_that_changed_on_disk_is_seen(cold_dir: Path, monkeypatch: pytest
         monkeypatch.setattr("tieredkv.tiers.rows.LEAST_PIECE_BYTES", 1)
         monkeypatch.setattr("tieredkv.tiers.cold.AT_ONCE_BYTES", 1)
         block = next(b for b in cache.parts().holder.table.blocks() if b.hot is None and b.cold is not None)
-        number, offset = tier._place(1, block.cold)
-        with tier._files.path(number).open("r+b") as file:
-            file.seek(offset + 3)
-            byte = file.read(1)[0]
-            file.seek(offset + 3)
-            file.write(bytes([byte ^ 16]))
+        change_a_byte(tier, 1, block.cold)
         with pytest.raises(ChecksumError, match=f"[Bb]lock {block.id}"):
             feed(model, ids[:, 101:102], cache)
         assert cache.stats().checksum_failures >= 2  # read once more, and no other tier has it

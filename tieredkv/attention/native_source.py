@@ -82,17 +82,6 @@ static inline vec load(const scalar* from) {
 static inline void store(float* to, vec x) { *(vec*)to = x; }
 static inline vec all(float x) { return vec{} + x; }
 
-static inline float widen(float x) { return x; }
-static inline float widen(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, 4);
-  return y;
-}
-#if SCALAR == 2
-static inline float widen(_Float16 x) { return (float)x; }
-#endif
-
 static inline float sum_of(vec x) {
   float sum = 0;
   for (int i = 0; i < LANES; i++) sum += x[i];
@@ -368,7 +357,7 @@ extern "C" void tieredkv_attend(const scalar* q, const int64_t* places, float* o
     for (int i = 0; i < queries; i++) {
       const scalar* from = q + plan.row[g] * places[0] + (h * group + i / tokens) * places[1] +
                            (plan.first[g] + i % tokens) * places[2];
-      for (int d = 0; d < K_DIM; d++) mine[i * K_DIM + d] = scale * widen(from[d]);
+      for (int d = 0; d < K_DIM; d += LANES) store(mine + i * K_DIM + d, scale * load(from + d));
     }
     const int64_t units = plan.group_units[g + 1] - plan.group_units[g];
     float *top = s + plan.most_queries * CHUNK, *total = top + queries, *acc = total + queries;

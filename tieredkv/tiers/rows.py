@@ -11,6 +11,7 @@ import array
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -37,30 +38,6 @@ def unpack_rows(spec: Sequence[Plane], rows: torch.Tensor, planes: Planes) -> No
         plane.copy_(view)
 
 
-def row_addresses(planes: Planes) -> list[array.array[int]] | None:
-    """`row_pieces` as addresses: for each block address and bytes of each piece. Whoever reads keeps the tensors."""
-    laid = []
-    for plane in planes:
-        heads, _, *inner = plane.shape
-        size = plane.element_size()
-        piece_bytes = math.prod(inner) * size
-        if not plane.is_cpu or piece_bytes < LEAST_PIECE_BYTES or not plane[0, :1].is_contiguous():
-            return None
-        laid.append((plane.data_ptr(), heads, piece_bytes, plane.stride(0) * size, plane.stride(1) * size))
-    return _addresses(planes[0].shape[1], tuple(laid))
-
-
-@lru_cache(maxsize=16)
-def _addresses(blocks: int, laid: tuple[tuple[int, int, int, int, int], ...]) -> list[array.array[int]]:
-    """From each plane's first address, heads, bytes of a piece and strides; staging buffers are few, and stay."""
-    found = [array.array("Q") for _ in range(blocks)]
-    for first, heads, piece_bytes, head_bytes, block_bytes in laid:
-        for block, pieces in enumerate(found):
-            start = first + block * block_bytes
-            pieces.extend([n for h in range(heads) for n in (start + h * head_bytes, piece_bytes)])
-    return found
-
-
 def row_pieces(planes: Planes) -> list[list[memoryview]] | None:
     """The memory of planes, tensors `[kv_heads, n, *inner]`: for each block its pieces in row order, one for each head.
 
@@ -68,21 +45,56 @@ def row_pieces(planes: Planes) -> list[list[memoryview]] | None:
         Writable views of the tensors' own memory, so that a file is read straight into them; None where that is not to
         be had (another device, a head that is not contiguous) or does not pay (small pieces).
     """
+    if (laid := _laid(planes)) is None:
+        return None
     pieces: list[list[memoryview]] = [[] for _ in range(planes[0].shape[1])]
+    for plane, lies in zip(planes, laid, strict=True):
+        span = lies.starts(len(pieces) - 1)[-1] + lies.piece_bytes
+        memory = plane.as_strided((span // plane.element_size(),), (1,)).view(torch.uint8).numpy().data
+        for block, found in enumerate(pieces):
+            found += [memory[start : start + lies.piece_bytes] for start in lies.starts(block)]
+    return pieces
+
+
+def row_addresses(planes: Planes) -> list[array.array[int]] | None:
+    """`row_pieces` as addresses: for each block address and bytes of each piece. Whoever reads keeps the tensors."""
+    if (laid := _laid(planes)) is None:
+        return None
+    return _addresses(planes[0].shape[1], laid, tuple(plane.data_ptr() for plane in planes))
+
+
+@lru_cache(maxsize=16)
+def _addresses(blocks: int, laid: tuple[_Laid, ...], firsts: tuple[int, ...]) -> list[array.array[int]]:
+    """From where each plane begins; staging buffers are few, and stay."""
+    found = [array.array("Q") for _ in range(blocks)]
+    for lies, first in zip(laid, firsts, strict=True):
+        for block, pieces in enumerate(found):
+            pieces.extend([n for start in lies.starts(block) for n in (first + start, lies.piece_bytes)])
+    return found
+
+
+class _Laid(NamedTuple):
+    """How the pieces of a plane lie, one for each head of each block."""
+
+    heads: int
+    piece_bytes: int
+    head_bytes: int
+    block_bytes: int
+
+    def starts(self, block: int) -> list[int]:
+        """Where a block's pieces begin, in bytes from the plane's begin."""
+        return [block * self.block_bytes + head * self.head_bytes for head in range(self.heads)]
+
+
+def _laid(planes: Planes) -> tuple[_Laid, ...] | None:
+    found = []
     for plane in planes:
-        heads, blocks, *inner = plane.shape
-        elements, size = math.prod(inner), plane.element_size()
-        piece_bytes = elements * size
+        size = plane.element_size()
+        piece_bytes = math.prod(plane.shape[2:]) * size
         if not plane.is_cpu or piece_bytes < LEAST_PIECE_BYTES or not plane[0, :1].is_contiguous():
             return None
-        head_bytes, block_bytes = plane.stride(0) * size, plane.stride(1) * size
-        span = (heads - 1) * plane.stride(0) + (blocks - 1) * plane.stride(1) + elements
-        memory = plane.as_strided((span,), (1,)).view(torch.uint8).numpy().data
-        for block, found in enumerate(pieces):
-            first = block * block_bytes
-            starts = (first + head * head_bytes for head in range(heads))
-            found += [memory[start : start + piece_bytes] for start in starts]
-    return pieces
+        found.append(_Laid(plane.shape[0], piece_bytes, plane.stride(0) * size, plane.stride(1) * size))
+    return tuple(found)
 
 
 def _views(spec: Sequence[Plane], rows: torch.Tensor) -> Iterator[torch.Tensor]:
