@@ -16,6 +16,7 @@ Imports: errors, block, checksum_native.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -115,6 +116,24 @@ class Checksummer:
         """
         return self._checksum([_words(rows.unsqueeze(0))])
 
+    def copy_summed(self, out: Planes, planes: Planes) -> torch.Tensor | None:
+        """Copy blocks in the memory of a CPU, and sum each as it is in `out`, while it is in the processor's cache.
+
+        Args:
+            out: like `planes`, written; the two share no memory.
+            planes: as for `checksum`.
+
+        Returns:
+            int64 `[n]`, the checksums of `out`; None, and nothing is copied, where memory is not a CPU's, `out` is not
+            of whole words, or the C++ kernel does not serve.
+        """
+        if not all(plane.is_cpu for plane in (*out, *planes)) or not self.is_native:
+            return None
+        words = [_words(plane) for plane in out]
+        if any(each.data_ptr() != plane.data_ptr() for each, plane in zip(words, out, strict=True)):
+            return None  # a copy of what is not in whole words
+        return self._checksum(words, [_words(plane) for plane in planes])
+
     @property
     def is_native(self) -> bool:
         """Whether the C++ kernel serves on this machine; compiled when asked for the first time."""
@@ -134,7 +153,8 @@ class Checksummer:
         with self._lock:
             return {device: dataclasses.replace(record) for device, record in self._records.items()}
 
-    def _checksum(self, words: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _checksum(self, words: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Of words, which come from elsewhere first where there are sources; those are for the C++ kernel alone."""
         blocks = {plane.shape[1] for plane in words}
         if len(blocks) != 1:
             raise MismatchError(
@@ -149,10 +169,10 @@ class Checksummer:
         sums = torch.full((blocks.pop(),), _seed(row_words), dtype=torch.int64, device=device)
         native = self._native_sum() if device.type == "cpu" else None
         start = 0
-        for plane in words:
+        for plane, source in itertools.zip_longest(words, sources):
             heads, _, head_words = plane.shape
             if native is not None:
-                native.add(sums, plane, weights, start)
+                native.add(sums, plane, weights, start, source)
             else:
                 part = weights[start : start + heads * head_words].view(heads, head_words)
                 sums += self._weighted_sum(plane, part)

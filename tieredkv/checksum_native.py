@@ -1,4 +1,4 @@
-"""The checksum's weighted sum in C++, for data that a CPU can address: one pass, at memory speed.
+"""The checksum's weighted sum in C++, for data that a CPU can address: one pass, at memory speed, also while copying.
 
 Imports: compiler.
 """
@@ -30,22 +30,29 @@ static inline uint64_t weighted_sum(const uint64_t* x, const uint64_t* w, int64_
 SOURCE = (
     WEIGHTED_SUM
     + r"""
-// words [heads][blocks][head_words] with strides in words, weights [heads][head_words]; adds to sums [blocks].
-extern "C" void tieredkv_checksum(const uint64_t* words, const uint64_t* weights, uint64_t* sums, int64_t heads,
-                                  int64_t blocks, int64_t head_words, int64_t head_stride, int64_t block_stride,
-                                  int64_t threads) {
+#include <cstring>
+
+// words [heads][blocks][head_words] with strides in words, weights [heads][head_words]; adds to sums [blocks]. The
+// words are copied from another place first, unless that is null, and summed where they arrived.
+extern "C" void tieredkv_checksum(uint64_t* words, int64_t head_stride, int64_t block_stride, const uint64_t* from,
+                                  int64_t from_head_stride, int64_t from_block_stride, const uint64_t* weights,
+                                  uint64_t* sums, int64_t heads, int64_t blocks, int64_t head_words, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t b = 0; b < blocks; b++) {
     uint64_t total = 0;
-    for (int64_t h = 0; h < heads; h++)
-      total += weighted_sum(words + h * head_stride + b * block_stride, weights + h * head_words, head_words);
+    for (int64_t h = 0; h < heads; h++) {
+      uint64_t* const x = words + h * head_stride + b * block_stride;
+      if (from) memcpy(x, from + h * from_head_stride + b * from_block_stride, head_words * sizeof *x);
+      total += weighted_sum(x, weights + h * head_words, head_words);
+    }
     sums[b] += total;
   }
 }
 """
 )
 
-_ARGUMENTS: Any = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6]
+_PLACE: Any = [ctypes.c_void_p, *[ctypes.c_int64] * 2]
+_ARGUMENTS: Any = [*_PLACE, *_PLACE, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4]
 
 LEAST_WORDS = 2**15
 """Words that are worth another thread."""
@@ -67,7 +74,14 @@ class NativeSum:
         self._sum = library.tieredkv_checksum
         self._sum.argtypes, self._sum.restype = _ARGUMENTS, None
 
-    def add(self, sums: torch.Tensor, words: torch.Tensor, weights: torch.Tensor, first: int) -> None:
+    def add(
+        self,
+        sums: torch.Tensor,
+        words: torch.Tensor,
+        weights: torch.Tensor,
+        first: int,
+        copied_from: torch.Tensor | None = None,
+    ) -> None:
         """Add each block's weighted sum to `sums`, int64 `[n]`; everything on a CPU.
 
         Args:
@@ -75,10 +89,17 @@ class NativeSum:
             words: int64 `[heads, n, head_words]`, of any strides but the last, which is contiguous.
             weights: int64, contiguous.
             first: which weight the first word has; those of the other words follow, head by head.
+            copied_from: like `words`, which are written from it before they are summed; it lies elsewhere.
         """
         heads, blocks, head_words = words.shape
         threads = max(1, min(torch.get_num_threads(), words.numel() // LEAST_WORDS))
         self._sum(
-            *(words.data_ptr(), weights.data_ptr() + 8 * first, sums.data_ptr()),
-            *(heads, blocks, head_words, words.stride(0), words.stride(1), threads),
+            *_place(words),
+            *((None, 0, 0) if copied_from is None else _place(copied_from)),
+            *(weights.data_ptr() + 8 * first, sums.data_ptr()),
+            *(heads, blocks, head_words, threads),
         )
+
+
+def _place(words: torch.Tensor) -> tuple[int, int, int]:
+    return words.data_ptr(), words.stride(0), words.stride(1)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tieredkv.block import Block, Planes
+from tieredkv.checksum import Checksummer
 from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.store import BlockStore
 from tieredkv.tiers import Tier, pack_rows, unpack_rows
@@ -295,6 +296,12 @@ class Faulty:
         pack_rows(spec, out, rows)
         if self._faults.read(self._inner.role, layer, slots, rows.numpy(), crossing):
             unpack_rows(spec, rows, out)
+
+    def read_summed(self, layer: int, slots: Sequence[int], out: Planes, checksummer: Checksummer) -> list[int] | None:
+        if self._inner.read_summed(layer, slots, out, checksummer) is None:
+            return None
+        self.read(layer, slots, out)  # spoiled between the medium and the memory that is summed
+        return checksummer.checksum(out).tolist()
 
     def rows(self, layer: int, slots: Sequence[int]) -> list[Row]:
         """What lies in slots."""

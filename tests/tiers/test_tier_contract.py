@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tieredkv.block import Plane, Planes
+from tieredkv.checksum import Checksummer
 from tieredkv.errors import BudgetError, ClosedError, ConfigError, MismatchError
 from tieredkv.tiers import ColdTier, HotTier, Tier, WarmTier, cold_bytes, pack_rows, row_bytes, slot_bytes
 
@@ -136,6 +137,21 @@ def test_tensors_of_any_stride_are_taken_and_filled(tier: Tier) -> None:
     tier.read(0, slots, tuple(plane[:, 1:8:2] for plane in out))
     assert as_bytes(tuple(plane[:, 1:8:2] for plane in out)) == as_bytes(tuple(plane[:, 2:6] for plane in whole))
     assert all(not plane[:, 0::2].view(torch.uint8).any() for plane in out)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_what_is_summed_on_the_way_is_what_was_read(tier: Tier, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tieredkv.tiers.cold.AT_ONCE_BYTES", 1)
+    monkeypatch.setattr("tieredkv.tiers.rows.LEAST_PIECE_BYTES", 1)
+    slots, written, summer = tier.slots.allocate_many(TOTAL), random_planes(layer, TOTAL), Checksummer()
+    tier.write(layer, slots, written)
+    for chosen in (list(range(TOTAL)), random.sample(range(TOTAL), 17), [64]):
+        out = new_planes(layer, len(chosen))
+        sums = tier.read_summed(layer, [slots[i] for i in chosen], out, summer)
+        wanted = picked(written, chosen)
+        assert as_bytes(out) == as_bytes(wanted)
+        assert sums == summer.checksum(wanted).tolist()
+    assert tier.read_summed(layer, slots, new_planes(layer, TOTAL), Checksummer(native=False)) is None
 
 
 def test_a_run_is_the_tier_s_own_memory_or_none(tier: Tier) -> None:

@@ -153,7 +153,7 @@ class Tier(ABC):
         """`read`, and the checksum of each block as it is in `out`, taken while it is in a processor's cache.
 
         Returns:
-            The checksums; None where that is not to be had, and nothing was read. Errors as for `read`.
+            The checksums; None where that is not to be had, and `out` is undefined. Errors as for `read`.
         """
         return None
 

@@ -1,6 +1,6 @@
 """What hot and warm have in common: blocks in tensors that the processor beside them can address.
 
-Imports: block, errors, tiers.base.
+Imports: block, checksum, errors, tiers.base.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from tieredkv.block import Planes
+from tieredkv.checksum import Checksummer
 from tieredkv.errors import MismatchError
 from tieredkv.tiers.base import Copy, Tier, copy_blocks
 
@@ -35,6 +36,18 @@ class PoolTier(Tier):
             for pool, plane in zip(self._views(layer, start, length), out, strict=True):
                 part = plane[:, index : index + length]
                 copy_blocks(part, pool, non_blocking=non_blocking, through=self.out_through)
+
+    def read_summed(self, layer: int, slots: Sequence[int], out: Planes, checksummer: Checksummer) -> list[int] | None:
+        """See `Tier.read_summed`."""
+        self._check(layer, len(slots), out)
+        sums = list[int]()
+        for index, start, length in self.runs(slots):
+            part = tuple(plane[:, index : index + length] for plane in out)
+            some = checksummer.copy_summed(part, self._views(layer, start, length))
+            if some is None:
+                return None
+            sums += some.tolist()
+        return sums
 
     def run(self, layer: int, start: int, blocks: int) -> Planes:
         """See `Tier.run`; never None."""
