@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support import assert_close, audit, feed, oracle, small, tiny, tokens
 from transformers import DynamicCache
 
 import tieredkv
+from tieredkv.cache import TieredCache
 from tieredkv.device import SimulatedAccelerator
 from tieredkv.errors import MismatchError, SessionError, UnsupportedModelError
 
@@ -88,6 +90,26 @@ def test_rows_that_share_blocks_share_them_again(tmp_path: Path) -> None:
         more = tokens(1, rows=3, seed=4)
         assert_close(feed(model, more, cache), oracle(torch.cat([ids.expand(3, -1), more], 1))[:, 64:])
         assert len({entry.block_id for entry in cache.block_table()}) == 4 + 3
+
+
+def test_one_layer_at_a_time_is_read_to_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, alive, most, reads = tiny(), tokens(120), weakref.WeakSet[torch.Tensor](), 0, 0
+    real = TieredCache.gather_layer
+
+    def counted(self: TieredCache, layer_idx: int) -> Any:
+        nonlocal most, reads
+        pair = real(self, layer_idx)
+        reads, most = reads + 1, max(most, len(alive) + 2)
+        alive.update(pair or ())
+        return pair
+
+    with small(model, tmp_path / "cold") as cache:
+        feed(model, ids, cache)
+        monkeypatch.setattr(TieredCache, "gather_layer", counted)
+        cache.save(tmp_path / "a")
+    layers = model.config.num_hidden_layers
+    assert layers > 1 and reads == layers
+    assert most == 2  # K and V of one layer
 
 
 def test_a_cache_that_knows_no_model(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Sequences that outlive their cache: saved to a file, and exchanged with transformers' `DynamicCache`.
 
-Imports: this package; transformers' DynamicCache.
+Imports: block, this package; transformers' DynamicCache.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache
 
+from tieredkv.block import LayerGeometry
 from tieredkv.hf import session
 from tieredkv.hf.forwarding import Forwarding
 from tieredkv.hf.others import OtherLayers
@@ -107,9 +108,16 @@ class Resumable(Forwarding):
             model=model if model is not None or known is None else known(),
             tiered=self._tiered,
             layer=self.gather_layer,
+            held=self._held,
             others=self._others.layers,
             positions=self._positions,
         )
+
+    def _held(self, layer_idx: int) -> tuple[int, int, LayerGeometry] | None:
+        store, holder, tokens = self._place.store, self._place.holder, self.get_seq_length(layer_idx)
+        if store is None or holder is None or not tokens:
+            return None
+        return len(holder.table), tokens, store.layers[self._index[layer_idx]]
 
     def _fill(self, pairs: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Store whole K and V, [rows, kv_heads, tokens, dim], of each tiered layer."""

@@ -3,7 +3,7 @@
 What a model keeps outside of the cache goes along where it is known to (the rope offset of Qwen2-VL and its kind);
 state of a kind that is not known is refused.
 
-Imports: errors, fingerprint, this package; transformers' cache classes.
+Imports: errors, block, fingerprint, this package; transformers' cache classes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from tieredkv.block import LayerGeometry
 from tieredkv.errors import MismatchError, UnsupportedModelError
 from tieredkv.fingerprint import Fingerprint, config_digest
 from tieredkv.hf import seam, session_file
@@ -37,7 +38,9 @@ class Contents:
         config: the config of the model's decoder.
         model: the model, or None where only its config is known.
         tiered: the model's index of each tiered layer.
-        layer: K and V of such a layer, [rows, kv_heads, tokens, dim] each, or None while there are none.
+        layer: K and V of such a layer, [rows, kv_heads, tokens, dim] each, or None while there are none. They are read
+            from the tiers into tensors of their own.
+        held: rows, tokens of each row and geometry of such a layer, or None while it has none; nothing is read.
         others: the layers that are not tiered.
         positions: what is known of the last positions.
     """
@@ -46,6 +49,7 @@ class Contents:
     model: Any
     tiered: Sequence[int]
     layer: Callable[[int], Pair | None]
+    held: Callable[[int], tuple[int, int, LayerGeometry] | None]
     others: dict[int, Any]
     positions: Positions
 
@@ -72,14 +76,14 @@ def save(path: Path, contents: Contents) -> None:
         "positions": _encode(vars(contents.positions), "positions", small),
         "model": _encode({} if model is None else dict(_kept_by(model)), "model", small),
     }
-    pairs = {index: pair for index in contents.tiered if (pair := contents.layer(index)) is not None}
-    content["filled"] = sorted(pairs)
-    slots = [
-        Slot(f"{kind}.{index}", tensor.dtype, tuple(tensor.shape))
-        for index, pair in pairs.items()
-        for kind, tensor in zip("kv", pair, strict=True)
-    ]
-    pairs.clear()
+    slots = list[Slot]()
+    content["filled"] = list[int]()
+    for index in contents.tiered:
+        if (held := contents.held(index)) is not None:
+            rows, tokens, layer = held
+            content["filled"].append(index)
+            for kind, dim in (("k", layer.k_dim), ("v", layer.v_dim)):
+                slots.append(Slot(f"{kind}.{index}", layer.dtype, (rows, layer.kv_heads, tokens, dim)))
     slots += [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in small.items()]
     slots.sort(key=lambda slot: -slot.dtype.itemsize)
     session_file.write(path, content, slots, _in_order(slots, contents, small))
@@ -94,6 +98,7 @@ def _in_order(slots: Sequence[Slot], contents: Contents, small: dict[str, torch.
             continue
         kind, index = slot.name[0], int(slot.name[2:])
         if at != index:
+            pair = None  # before the next one is read
             at, pair = index, contents.layer(index)
         if pair is not None:
             yield pair["kv".index(kind)]
