@@ -245,7 +245,6 @@ def test_threads_share_a_tier(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -
                     failures.append(f"thread {seed} read what it did not write")
                 for slot in slots[:4]:
                     tier.slots.release(slot)
-                tier.trim()
         except Exception as failure:
             failures.append(failure)
 
@@ -329,21 +328,6 @@ def test_the_floor_holds_when_others_took_the_disk_meanwhile(cold_dir: Path, mon
     assert tier.free_blocks() == PER_FILE - 1
     assert holds(tier, slots[PER_FILE:], fill(tier, slots[PER_FILE:]))
     tier.close()
-
-
-def test_trim_deletes_the_files_that_hold_nothing(tier: ColdTier) -> None:
-    slots = tier.slots.allocate_many(3 * PER_FILE)
-    written = fill(tier, slots)
-    assert tier.trim() == 0
-    for slot in slots[: 2 * PER_FILE]:
-        tier.slots.release(slot)
-    kept = tier.slots.allocate(slots[5])
-    assert tier.trim() == FILE_BYTES
-    assert tier.reserved_bytes == sum(path.stat().st_size for path in files(tier)) == 2 * FILE_BYTES
-    last = slots[2 * PER_FILE :]
-    assert holds(tier, last, [tuple(p[:, 2 * PER_FILE :] for p in planes) for planes in written])
-    again = [slot for slot in tier.slots.allocate_many(PER_FILE) if slot != kept]
-    assert holds(tier, again, fill(tier, again))
 
 
 # ---- a failing disk

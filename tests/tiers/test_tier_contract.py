@@ -290,7 +290,7 @@ def test_random_operations_agree_with_a_dict(make: Maker, data: st.DataObject, t
     stored: dict[int, list[bytes]] = {}  # slot -> row of each layer
     try:
         for _ in range(data.draw(st.integers(1, 12))):
-            action = data.draw(st.sampled_from(["write", "write", "release", "trim"]))
+            action = data.draw(st.sampled_from(["write", "write", "release"]))
             if action == "write":
                 count = data.draw(st.integers(1, 40))
                 if count > TOTAL - len(stored):
@@ -303,12 +303,10 @@ def test_random_operations_agree_with_a_dict(make: Maker, data: st.DataObject, t
                     tier.write(layer, slots, planes)
                     rows.append(rows_of(layer, planes))
                 stored.update((slot, [layer[i] for layer in rows]) for i, slot in enumerate(slots))
-            elif action == "release":
+            else:
                 for slot in data.draw(st.lists(st.sampled_from(sorted(stored)), unique=True)) if stored else []:
                     tier.slots.release(slot)
                     del stored[slot]
-            elif isinstance(tier, ColdTier):
-                tier.trim()
             assert tier.slots.free + tier.slots.live + tier.slots.in_flight == tier.slots.total
             chosen = data.draw(st.permutations(sorted(stored)))
             for layer in range(len(LAYERS)):

@@ -125,7 +125,6 @@ class ColdTier(Tier):
         self._native: NativeReads | None = None
         self.native_reason: str | None = None
         self.folder = folder.path
-        self.swept_folders = folder.swept
         self._finalizer = weakref.finalize(self, _shut, files, folder)
 
     @property
@@ -255,10 +254,6 @@ class ColdTier(Tier):
             self._files.read(number, offset, [data[index * row_bytes : (index + length) * row_bytes]])
         return out
 
-    def trim(self) -> int:
-        """Delete the files that hold no block; returns the bytes given back to the disk. Slots stay in the pool."""
-        return self._files.delete_where(self._is_unused)
-
     def close(self) -> None:
         """Remove the tier's folder and release its lock."""
         super().close()
@@ -268,10 +263,6 @@ class ColdTier(Tier):
         """(file number, position in it) of a slot's row in a layer."""
         number, at = divmod(slot, self._plan.per_file)
         return number, self._plan.layout(number).offset(layer, at)
-
-    def _is_unused(self, number: int) -> bool:
-        first, blocks = number * self._plan.per_file, self._plan.layout(number).blocks
-        return self.slots.free_in(first, first + blocks) == blocks
 
     def _border(self, slot: int) -> int:
         return (slot // self._plan.per_file + 1) * self._plan.per_file

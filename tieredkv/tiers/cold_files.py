@@ -63,11 +63,6 @@ class SpillFiles:
         """Bytes of the files made so far, headers included."""
         return self._disk_bytes
 
-    @property
-    def open_files(self) -> int:
-        """Files open at the moment."""
-        return len(self._open)
-
     def path(self, number: int) -> Path:
         """Where a file lies, whether it exists or not."""
         return self._folder / f"{number // FILES_PER_FOLDER:04x}" / f"{number:08x}.safetensors"
@@ -145,18 +140,6 @@ class SpillFiles:
             cause = reason(outcome)
             raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
         return sums or []
-
-    def delete_where(self, is_unused: Callable[[int], bool]) -> int:
-        """Delete the files for which `is_unused(number)` holds; returns the bytes given back."""
-        before = self._disk_bytes
-        with self._lock:  # nobody can begin to use a file between the question and its end
-            for number in [number for number in self._made if is_unused(number)]:
-                if number in self._open:
-                    _drop(self._open.pop(number))
-                with suppress(FileNotFoundError):
-                    self.path(number).unlink()
-                self._count(number, -1)
-        return before - self._disk_bytes
 
     def close(self) -> None:
         """Close all files; those in use are closed when their reads and writes end."""
@@ -239,17 +222,10 @@ class SpillFiles:
             with suppress(OSError):
                 os.unlink(path)
             raise
-        self._count(number, 1)
+        self._made.add(number)
+        self._blocks += layout.blocks
+        self._disk_bytes += layout.file_bytes
         return descriptor
-
-    def _count(self, number: int, sign: int) -> None:
-        layout = self._layout(number)
-        self._blocks += sign * layout.blocks
-        self._disk_bytes += sign * layout.file_bytes
-        if sign > 0:
-            self._made.add(number)
-        else:
-            self._made.discard(number)
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:

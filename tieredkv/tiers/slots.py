@@ -68,11 +68,6 @@ class SlotPool:
         return len(self._flights)
 
     @property
-    def releasing(self) -> int:
-        """Slots in flight that become free when their copies end."""
-        return len(self._releasing)
-
-    @property
     def used(self) -> int:
         """Slots that are not free."""
         with self._lock:
@@ -167,17 +162,6 @@ class SlotPool:
             if count:
                 start, self._total = self._total, self._total + count
                 self._give(start, count)
-
-    def free_in(self, start: int, stop: int) -> int:
-        """Free slots among start … stop-1."""
-        with self._lock:
-            found = 0
-            for at in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
-                first = self._starts[at]
-                if first >= stop:
-                    break
-                found += max(0, min(stop, first + self._lengths[first]) - max(start, first))
-            return found
 
     def _require(self, held: bool, what: str, got: int) -> None:
         if not held:
