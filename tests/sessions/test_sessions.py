@@ -109,7 +109,7 @@ def test_one_layer_at_a_time_is_read_to_be_saved(tmp_path: Path, monkeypatch: py
         cache.save(tmp_path / "a")
     layers = model.config.num_hidden_layers
     assert layers > 1 and reads == layers
-    assert most == 2  # K and V of one layer
+    assert most <= 3  # K and V of one layer, and the tensor that is being written
 
 
 def test_a_cache_that_knows_no_model(tmp_path: Path) -> None:
