@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 import tieredkv
 from tieredkv.serving import Engine, EngineSettings
 
-from .conftest import needs_packages
+from .endpoint.conftest import needs_packages
 
 pytestmark = [needs_packages, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 

@@ -123,8 +123,8 @@ def run(chosen: Serving, host: str, port: int, console: Console) -> None:
     need_packages()
     # transformers' own name for the keyword, which serves the whole range of its versions that we support.
     warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
-    from tieredkv.serving.endpoint_server import serve as answer
-    from tieredkv.serving.endpoint_server import take_port
+    from tieredkv.serving.endpoint.server import serve as answer
+    from tieredkv.serving.endpoint.server import take_port
     from tieredkv.serving.metrics import EngineMetrics
 
     taken = take_port(host, port)

@@ -1,6 +1,6 @@
 """Many requests on one model: continuous batching over caches of one store, presets, and an endpoint over HTTP.
 
-`endpoint` and `metrics` need the packages of the extra `serve`, and are not imported here.
+`endpoint`, a package of its own, and `metrics` need the packages of the extra `serve`, and are not imported here.
 
 Imports: everything to its left.
 """

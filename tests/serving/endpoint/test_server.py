@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tieredkv.cli import app
 from tieredkv.errors import ConfigError
-from tieredkv.serving.endpoint_server import take_port
+from tieredkv.serving.endpoint.server import take_port
 
 from .conftest import needs_packages
 

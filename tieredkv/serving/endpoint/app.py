@@ -1,9 +1,9 @@
 """An OpenAI-compatible endpoint for an `Engine`: transformers' serving app, with the engine behind its seam.
 
 Needs the packages of the extra `serve`; `need_packages` says so where they are not there. `build` puts the parts
-together, and nothing here listens: see `endpoint_server`.
+together, and nothing here listens: see `server`.
 
-Imports: everything to its left; the rest of this package is imported when the packages are known to be there.
+Imports: everything to its left, engine and settings; the rest of this package when the packages are known to be there.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def build(engine: Engine, model: Any, tokenizer: Any, settings: EndpointSettings
         ConfigError: the packages are not there, or transformers' serving app is not the one we know.
     """
     need_packages()
-    from tieredkv.serving.endpoint_gate import Gate
+    from tieredkv.serving.endpoint.gate import Gate
 
     app = _transformers_app(engine, model, tokenizer, settings)
     _answer_errors(app)
@@ -109,8 +109,8 @@ def _transformers_app(engine: Engine, model: Any, tokenizer: Any, settings: Endp
     try:
         from transformers.cli.serving.server import build_server
 
-        from tieredkv.serving.endpoint_handlers import ChatHandler, TextHandler
-        from tieredkv.serving.endpoint_manager import EngineState, OneModel
+        from tieredkv.serving.endpoint.handlers import ChatHandler, TextHandler
+        from tieredkv.serving.endpoint.manager import EngineState, OneModel
     except (ImportError, AttributeError) as error:
         raise _other_app(f"{type(error).__name__}: {error}") from error
     limit, vocabulary = engine.settings.max_model_len, model.config.get_text_config(decoder=True).vocab_size
@@ -139,7 +139,7 @@ def _answer_errors(app: FastAPI) -> None:
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    from tieredkv.serving.endpoint_errors import body_of, error_body, fault_body, status_of
+    from tieredkv.serving.endpoint.errors import body_of, error_body, fault_body, status_of
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, TieredKVError):

@@ -1,6 +1,6 @@
 """Our side of the seam in transformers' serving app: what it asks to generate goes to an `Engine`.
 
-Imports: errors, request, engine, endpoint_client, endpoint_errors, endpoint_streamer; transformers' serving app.
+Imports: tieredkv.errors, request, engine and this package's client, errors, streamer; transformers' serving app.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 from transformers.cli.serving import utils as seam
 
 from tieredkv.errors import TieredKVError
-from tieredkv.serving.endpoint_client import CLIENT
-from tieredkv.serving.endpoint_errors import GONE, RefusedError
-from tieredkv.serving.endpoint_streamer import UNPARSED, EngineStreamer, TextOf, note_stop
+from tieredkv.serving.endpoint.client import CLIENT
+from tieredkv.serving.endpoint.errors import GONE, RefusedError
+from tieredkv.serving.endpoint.streamer import UNPARSED, EngineStreamer, TextOf, note_stop
 from tieredkv.serving.engine import Engine
 from tieredkv.serving.request import Finish, RequestHandle
 

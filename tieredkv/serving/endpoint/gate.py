@@ -1,6 +1,6 @@
 """The outermost layer of the endpoint: who may ask, how much may be sent, and who has gone.
 
-Imports: endpoint_client, endpoint_errors; starlette.
+Imports: this package's client, errors; starlette.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tieredkv.serving.endpoint_client import CLIENT, Client
-from tieredkv.serving.endpoint_errors import error_body, fault_body
+from tieredkv.serving.endpoint.client import CLIENT, Client
+from tieredkv.serving.endpoint.errors import error_body, fault_body
 
 logger = logging.getLogger("tieredkv")
 

@@ -3,7 +3,7 @@
 They leave fields that they do not know without effect, and take a wrong type for a fault of their own. Here every such
 field is refused, with what to change; what they pass on otherwise than a client means it is taken out, as an `Asked`.
 
-Imports: errors, endpoint_client, endpoint_errors.
+Imports: this package's client, errors.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from tieredkv.serving.endpoint_client import Asked
-from tieredkv.serving.endpoint_errors import RefusedError
+from tieredkv.serving.endpoint.client import Asked
+from tieredkv.serving.endpoint.errors import RefusedError
 
 MOST_STOP_STRINGS = 16
 MOST_BIAS = 100

@@ -1,6 +1,6 @@
 """transformers' handlers of the two OpenAI routes, which check a body first and end a stream as OpenAI does.
 
-Imports: endpoint_checks, endpoint_client, endpoint_errors; transformers' serving app.
+Imports: this package's checks, client, errors; transformers' serving app.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 
-from tieredkv.serving.endpoint_checks import check_length, check_messages, check_model, check_prompt, take_asked
-from tieredkv.serving.endpoint_client import CLIENT
-from tieredkv.serving.endpoint_errors import RefusedError
+from tieredkv.serving.endpoint.checks import check_length, check_messages, check_model, check_prompt, take_asked
+from tieredkv.serving.endpoint.client import CLIENT
+from tieredkv.serving.endpoint.errors import RefusedError
 
 DONE = "data: [DONE]\n\n"
 

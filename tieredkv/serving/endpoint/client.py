@@ -17,7 +17,7 @@ class Asked:
 
     Args:
         stop: strings that end the answer, and are no part of it.
-        most_tokens: most new tokens; None for as many as fit, at most `Endpoint.default_tokens`.
+        most_tokens: most new tokens; None for as many as fit, at most `EndpointSettings.default_tokens`.
         seed: of its sampling.
         priority: as for `Engine.submit`.
         temperature, top_p: of its sampling; None for the model's own.

@@ -184,7 +184,7 @@ def test_a_tool_call_that_the_model_spoils_stops_nobody_else(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_decoder_that_fails_stops_nobody_else(served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    from tieredkv.serving.endpoint_streamer import TextOf
+    from tieredkv.serving.endpoint.streamer import TextOf
 
     def put(self: TextOf, token: int) -> str:
         raise ValueError("an invalid prefix")
