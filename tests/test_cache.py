@@ -60,7 +60,7 @@ def test_dtypes(cold_dir: Path, dtype: torch.dtype, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kernel", ["native", "flash", "plain"])
+@pytest.mark.parametrize("kernel", ["native", "flash"])
 @pytest.mark.parametrize("read_in_place", [True, False])
 def test_kernels_and_reading_in_place(cold_dir: Path, kernel: str, way: str, read_in_place: bool) -> None:
     model, ids = tiny(), tokens(170, rows=2)

@@ -79,7 +79,7 @@ def outputs(kernel: Any, codec: str, folder: Path, defaults: Any, warm: str | in
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("kernel", ["auto", "flash", "flex", "plain"])
+@pytest.mark.parametrize("kernel", ["auto", "flash", "flex"])
 @pytest.mark.parametrize("defaults", DEFAULTS)
 def test_a_cache_in_three_tiers(tmp_path: Path, defaults: str, kernel: Any, codec: str) -> None:
     wanted = outputs(kernel, codec, tmp_path / "a", contextlib.nullcontext)

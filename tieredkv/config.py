@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tieredkv.errors import ConfigError
 
 Verify = Literal["always", "first", "off"]
-Kernel = Literal["auto", "native", "flex", "flash", "plain"]
+Kernel = Literal["auto", "native", "flex", "flash"]
 Placement = Literal["both", "window", "watermark"]
 Beyond = Literal["demote", "drop"]
 """What happens to a block that leaves the window: it may move down a tier, or (lossy) it is freed."""
@@ -145,7 +145,8 @@ class CacheSettings:
         watermark: share of the hot slots above which blocks outside the window leave hot.
         write_down_at: share of the hot slots above which blocks outside the window are copied down ahead of need.
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
-        kernel: "auto" chooses by device, dtype and shape; the others force one kernel.
+        kernel: "auto" chooses by device, dtype and shape; the others ask for one kernel, and what that cannot serve goes
+            down the table of docs/decisions/0003.
         chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
             None for 4,096, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk costs the host some
             0.25 ms, in which a fast link moves 12 MB.
@@ -209,10 +210,10 @@ class CacheSettings:
             raise ConfigError(
                 "Unknown verification.", wanted='"always", "first" or "off"', got=repr(self.verify), change="verify="
             )
-        if self.kernel not in ("auto", "native", "flex", "flash", "plain"):
+        if self.kernel not in ("auto", "native", "flex", "flash"):
             raise ConfigError(
                 "Unknown kernel.",
-                wanted='"auto", "native", "flex", "flash" or "plain"',
+                wanted='"auto", "native", "flex" or "flash"',
                 got=repr(self.kernel),
                 change='kernel="auto"',
             )

@@ -16,7 +16,7 @@ from tieredkv.hf.step import Member, StepCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 
-KERNELS = [("native", 16), ("flash", 16), ("flex", 16), ("plain", 8)]
+KERNELS = [("native", 16), ("flash", 16), ("flex", 16), ("flash", 8)]
 """Each with the dims of a model that it serves."""
 
 

@@ -90,7 +90,7 @@ def test_when_whole_matrices_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), (3, 21)])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("kernel", ["auto", "native", "flash", "plain"])
+@pytest.mark.parametrize("kernel", ["auto", "native", "flash"])
 def test_every_kernel_is_exact(cold_dir: Path, kernel: Any, in_place: bool, rows: int, padding: int) -> None:
     model = tiny()
     ids, mask = batch(rows, padding)
@@ -108,6 +108,35 @@ def test_every_kernel_is_exact(cold_dir: Path, kernel: Any, in_place: bool, rows
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         wanted = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     assert_close(got[mask.bool()], wanted[mask.bool()])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize("kernel", ["native", "flash", "flex"])
+def test_a_kernel_that_is_asked_for_is_the_one_that_serves(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = set[str]()
+    for name, owner, method in (
+        ("native", NativeKernels, "attend"),
+        ("flash", flash, "attend_run"),
+        ("flex", FlexTiles, "attend"),
+    ):
+        monkeypatch.setattr(owner, method, told(served, name, getattr(owner, method)))
+    model, (ids, mask) = tiny(), batch(1, 0)
+    with (
+        torch.no_grad(),
+        tieredkv.TieredCache(model, hot="2000 tokens", settings=tieredkv.CacheSettings(kernel=kernel)) as cache,
+    ):
+        model(ids[:, :-1], past_key_values=cache)
+        served.clear()
+        model(ids[:, -1:], past_key_values=cache)
+    assert served == {kernel}
+
+
+def told(served: set[str], name: str, real: Any) -> Any:
+    def listening(*args: Any, **options: Any) -> Any:
+        served.add(name)
+        return real(*args, **options)
+
+    return listening
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")

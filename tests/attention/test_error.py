@@ -63,7 +63,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         steps=draw(st.integers(1, 3)),
         hot_blocks=draw(st.sampled_from([2, 3, 8])),
         in_place=draw(st.booleans()),
-        kernel=draw(st.sampled_from(["auto", "native", "flash", "plain"])),
+        kernel=draw(st.sampled_from(["auto", "native", "flash"])),
         window=draw(st.sampled_from([None, None, 5, 40])),
         padding=draw(st.integers(0, tokens - 1)),
     )

@@ -120,7 +120,7 @@ class Engine:
     def _wants_flex(self, plan: ForwardPlan, call: LayerCall, starts: Sequence[int]) -> bool:
         """Whether one flex call serves what is hot: shapes and settings decide, never the state of a compiler."""
         kernel, device = self.store.settings.kernel, call.query.device
-        if plan.new != 1 or not plan.hot_runs or plan.warm_runs or kernel in ("flash", "plain"):
+        if plan.new != 1 or not plan.hot_runs or plan.warm_runs or kernel == "flash":
             return False
         if call.softcap is not None or any(start >= plan.total for start in starts):  # a row of nothing but padding
             return False
@@ -146,7 +146,7 @@ class Engine:
                 "The kernel gave no LSE, with which what is hot is merged with the rest.",
                 wanted="an LSE",
                 got=f"none on {call.query.device}",
-                change='CacheSettings(kernel="plain"), and report this',
+                change='CacheSettings(kernel="flash"), and report this',
             )
         hot = Partial(out.to(lse.dtype), lse)
         if not plan.chunks:
