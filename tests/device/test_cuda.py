@@ -16,6 +16,7 @@ from emulated_cuda import EmulatedGpu
 
 from tieredkv.device import CpuDevice, CudaDevice, Event, device_for
 from tieredkv.device.cuda import CudaEvent
+from tieredkv.device.memory import pinned_size
 from tieredkv.errors import ConfigError
 
 
@@ -181,7 +182,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
 def test_gpu_blocks_go_up_and_down_in_order(device: CudaDevice) -> None:
     host = device.host_empty((64, 1 << 18), torch.float32)
     back = device.host_empty((64, 1 << 18), torch.float32)
-    assert device.pin_failures == () and device.pinned_bytes == 2 * device.host_size(host.nbytes)
+    assert device.pin_failures == () and device.pinned_bytes == 2 * pinned_size(host.nbytes)
     target = device.empty(host.shape, torch.float32)
     for number in range(20):
         fill = device.disk.submit(lambda number=number: host.fill_(number))

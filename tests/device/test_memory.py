@@ -71,7 +71,6 @@ def test_the_cpu_offers_what_the_host_has() -> None:
     with CpuDevice() as device:
         assert 0 < device.free_bytes() <= device.total_bytes() == host_memory()[1]
         assert 0 < device.host_free_bytes() <= device.total_bytes()
-        assert device.host_size(100) == 100
         assert (device.pinned_bytes, device.pin_failures) == (0, ())
 
 
@@ -152,7 +151,7 @@ def test_pinned_memory_stops_at_its_limit_and_comes_back() -> None:
 def test_the_simulated_accelerator_pins_and_runs_out() -> None:
     with SimulatedAccelerator(memory_bytes=1000, pin_limit_bytes=64) as device:
         host = device.host_empty((15,), torch.float32)
-        assert device.pinned_bytes == device.host_size(60) == 64
+        assert device.pinned_bytes == pinned_size(60) == 64
         device.host_empty((1,), torch.float32)
         assert len(device.pin_failures) == 1
         first = device.empty((200,), torch.float32)

@@ -150,7 +150,7 @@ class Device(ABC):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory pinned now for this device, as taken (see `host_size`)."""
+        """Bytes of host memory pinned now for this device, as taken: pinned memory comes in powers of two."""
         return 0
 
     @property
@@ -162,10 +162,6 @@ class Device(ABC):
     def bounce(self) -> Bounce | None:
         """What copies between the device and host memory go through; None where they need nothing."""
         return None
-
-    def host_size(self, nbytes: int) -> int:
-        """Bytes that a `host_empty` of `nbytes` really takes: pinned memory comes in powers of two."""
-        return nbytes
 
     def host_free_bytes(self) -> int:
         """Bytes of host memory that can still be taken."""

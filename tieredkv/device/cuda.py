@@ -19,7 +19,7 @@ import torch
 from tieredkv.device.base import Region
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.event import Event, settled_event
-from tieredkv.device.memory import PinnedMemory, normal_empty, pinned_size
+from tieredkv.device.memory import PinnedMemory, normal_empty
 from tieredkv.device.worker import Operation, Work, Worker, WorkerDevice, WorkerStream
 
 T = TypeVar("T")
@@ -240,9 +240,6 @@ class CudaDevice(WorkerDevice):
     @property
     def bounce(self) -> Bounce | None:
         return self._bounce
-
-    def host_size(self, nbytes: int) -> int:
-        return pinned_size(nbytes)
 
     @property
     def pinned_bytes(self) -> int:

@@ -24,7 +24,7 @@ from tieredkv.device.base import Region
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.clocks import Clock, Clocks
 from tieredkv.device.event import Event, settled_event
-from tieredkv.device.memory import Ledger, PinnedMemory, normal_empty, pinned_size
+from tieredkv.device.memory import Ledger, PinnedMemory, normal_empty
 from tieredkv.device.worker import Operation, Work, Worker, WorkerDevice, WorkerStream, finished
 
 T = TypeVar("T")
@@ -247,9 +247,6 @@ class SimulatedAccelerator(WorkerDevice):
     @property
     def bounce(self) -> Bounce | None:
         return self._bounce
-
-    def host_size(self, nbytes: int) -> int:
-        return pinned_size(nbytes)
 
     @property
     def pinned_bytes(self) -> int:
