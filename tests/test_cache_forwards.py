@@ -127,9 +127,10 @@ def test_an_interrupt_while_a_chunk_is_attended(
 ) -> None:
     model, ids = tiny(head_dim=dim), tokens(220)
     place: Any = (NativeKernels, "attend") if dim == DIM else (engine, "_add_run")
-    device = SimulatedAccelerator(max_delay_seconds=0.002) if kind == "simulated" else CpuDevice(addresses_host=False)
+    device = SimulatedAccelerator(max_delay_seconds=0.002) if kind == "simulated" else CpuDevice()
+    settings = tieredkv.CacheSettings(read_in_place=False)
     original = getattr(*place)
-    with small(model, cold_dir, device=device) as cache:
+    with small(model, cold_dir, device=device, settings=settings) as cache:
         feed(model, ids[:, :180], cache, [150])
         for after in (1, 2, 3) if dim == DIM else range(1, 12, 3):
             calls = iter(range(after))

@@ -26,8 +26,8 @@ def make(rows: int = 1, cold: Path | None = None, **changes: Any) -> tuple[Block
     """A store of one layer with 8 hot slots for each row (staging aside), 2 warm ones, and a holder of some rows."""
     values: dict[str, Any] = {"hot": "144 tokens", "warm": "32 tokens", "block_size": BLOCK, "window": BLOCK, **changes}
     place = None if cold is None else ColdSettings(cold, free_floor=0)
-    chosen = CacheSettings(**{"cold": place, **values})
-    store = BlockStore(chosen, [LAYER], CpuDevice(addresses_host=False), rows, "0" * 32)
+    chosen = CacheSettings(**{"cold": place, "read_in_place": False, **values})
+    store = BlockStore(chosen, [LAYER], CpuDevice(), rows, "0" * 32)
     holder = store.holder()
     holder.table.rows = [[] for _ in range(rows)]
     return store, holder

@@ -28,8 +28,10 @@ def make(cold: Path | None = None, *, hot_blocks: int = 12, device: Device | Non
     """A store of one layer with so many hot slots and 40 warm ones."""
     values: dict[str, Any] = {"hot": f"{(hot_blocks + 2) * BLOCK} tokens", "warm": "640 tokens", "window": 1, **changes}
     place = None if cold is None else ColdSettings(cold, free_floor=0)
-    chosen = CacheSettings(block_size=BLOCK, cold=place, chunk_tokens=BLOCK, log_moves=True, **values)
-    device = device or CpuDevice(addresses_host=False)
+    chosen = CacheSettings(
+        block_size=BLOCK, cold=place, chunk_tokens=BLOCK, log_moves=True, read_in_place=False, **values
+    )
+    device = device or CpuDevice()
     return BlockStore(chosen, [LAYER], device, 1, "0" * 32)
 
 

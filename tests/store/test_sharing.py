@@ -24,9 +24,8 @@ def make(rows: int, cold: Path | None = None, **changes: Any) -> tuple[BlockStor
     values: dict[str, Any] = {"hot": "160 tokens", "warm": "64 tokens", "block_size": BLOCK, "window": BLOCK, **changes}
     place = None if cold is None else ColdSettings(cold, free_floor=0)
     layer = LayerGeometry(1, DIM, DIM, torch.float32)
-    [torch.device("cpu")] * LAYERS
-    chosen = CacheSettings(**{"cold": place, **values})
-    store = BlockStore(chosen, [layer] * LAYERS, CpuDevice(addresses_host=False), rows, "0" * 32)
+    chosen = CacheSettings(**{"cold": place, "read_in_place": False, **values})
+    store = BlockStore(chosen, [layer] * LAYERS, CpuDevice(), rows, "0" * 32)
     holder = store.holder()
     holder.table.rows = [[] for _ in range(rows)]
     return store, holder

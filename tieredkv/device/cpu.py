@@ -19,19 +19,15 @@ T = TypeVar("T")
 
 
 class CpuDevice(WorkerDevice):
-    """Device memory is host memory, nothing is pinned, and what `run` returned is computed.
-
-    Args:
-        addresses_host: whether warm blocks are attended in place; False makes the CPU copy them as a GPU has to.
-    """
+    """Device memory is host memory, nothing is pinned, and what `run` returned is computed."""
 
     copies_aside = False
 
-    def __init__(self, *, addresses_host: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__(WorkerStream("up"), WorkerStream("down"), WorkerStream("disk"))
         self.kind = "cpu"
         self.torch_device = torch.device("cpu")
-        self.addresses_host = addresses_host
+        self.addresses_host = True
 
     def run(
         self,
