@@ -9,7 +9,7 @@ On a device whose copies are not aside, as on a CPU, nothing is read ahead: a ch
 A buffer is overwritten only after the attention that read it (an event of the compute stream), and read only after its
 load is done (an event of the `up` stream).
 
-Imports: errors, block, device, plan, stats, transfer.
+Imports: errors, block, device, plan, stats, tiers, transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,11 +28,10 @@ from tieredkv.block import Block, LayerGeometry, Planes
 from tieredkv.device import Device, Event
 from tieredkv.plan import Chunk
 from tieredkv.stats import Counters
+from tieredkv.tiers import Empty
 from tieredkv.transfer import Mover, read_regions
 
 logger = logging.getLogger("tieredkv")
-
-Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 SLOW_SECONDS = 1.0
 """A forward that waits longer than this for one chunk says so, once."""

@@ -32,11 +32,7 @@ TOTAL = 150  # three files, several pieces
 COLD = {"block_size": 16, "codec": "raw", "fingerprint": "model"}
 
 
-def empty(layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
@@ -45,11 +41,11 @@ def hot(layers: Layers, slots: int, folder: Path) -> Tier:
 
 
 def warm_one(layers: Layers, slots: int, folder: Path) -> Tier:
-    return WarmTier(layers, slots, host_empty)
+    return WarmTier(layers, slots, empty)
 
 
 def warm_growing(layers: Layers, slots: int, folder: Path) -> Tier:
-    return WarmTier(layers, slots, host_empty, pieces="growing", first_piece_bytes=8 * slot_bytes(layers))
+    return WarmTier(layers, slots, empty, pieces="growing", first_piece_bytes=8 * slot_bytes(layers))
 
 
 def cold_capped(layers: Layers, slots: int, folder: Path) -> Tier:

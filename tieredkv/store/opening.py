@@ -210,7 +210,7 @@ def open_tiers(
     hot_planes = [raw.planes(layer, size) for layer in layers]
     planes = [codec.planes(layer, size) for layer in layers]
 
-    def empty(layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # Zeros, since a kernel may multiply what lies behind a block's last token by 0, and 0 times NaN is NaN.
         return _zeros(shape, dtype, device.torch_device)
 

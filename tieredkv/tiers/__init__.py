@@ -5,19 +5,18 @@ Imports: its own modules.
 
 from __future__ import annotations
 
-from tieredkv.tiers.base import Role, Tier, copy_blocks, runs, slot_bytes
+from tieredkv.tiers.base import Empty, Role, Tier, copy_blocks, runs, slot_bytes
 from tieredkv.tiers.cold import ColdTier, blocks_per_file, cold_bytes
-from tieredkv.tiers.hot import HotTier, LayerEmpty
+from tieredkv.tiers.hot import HotTier
 from tieredkv.tiers.populate import Populating
 from tieredkv.tiers.rows import pack_rows, row_bytes, unpack_rows
 from tieredkv.tiers.slots import SlotPool
-from tieredkv.tiers.warm import HostEmpty, WarmTier
+from tieredkv.tiers.warm import WarmTier
 
 __all__ = [
     "ColdTier",
-    "HostEmpty",
+    "Empty",
     "HotTier",
-    "LayerEmpty",
     "Populating",
     "Role",
     "SlotPool",

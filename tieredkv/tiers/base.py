@@ -37,6 +37,9 @@ def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
     return joined
 
 
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""(shape, dtype) → an uninitialised tensor in the memory of a tier or a device, pinned where the device needs it."""
+
 Copy = Callable[[torch.Tensor, torch.Tensor, bool], None]
 """(target, source, non_blocking): copies blocks `[kv_heads, n, *inner]` in the order of the current stream."""
 

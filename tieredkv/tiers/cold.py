@@ -2,7 +2,7 @@
 
 What lies here is private and goes with the cache; nothing of it is found again by another process.
 
-Imports: block, checksum, device, errors, tiers.base, tiers.slots, tiers.rows, and the other cold modules of tiers.
+Imports: block, checksum, compiler, device, errors, and of tiers base, slots, rows and the other cold modules.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from tieredkv.block import Plane, Planes
 from tieredkv.checksum import Checksummer
+from tieredkv.compiler import slower_without
 from tieredkv.device import Bounce
 from tieredkv.errors import BudgetError, ConfigError, MismatchError
 from tieredkv.tiers.base import Tier, copy_blocks, slot_bytes
@@ -189,7 +190,7 @@ class ColdTier(Tier):
             try:
                 self._native = NativeReads()
             except OSError as error:
-                self.native_reason = str(error)
+                self.native_reason = slower_without("reads of files", error)
         return self._native
 
     def _read_at_once(

@@ -1,4 +1,4 @@
-"""The tiers in device memory, hot and packed: one tensor per layer and plane on the device that computes the layer.
+"""The tiers in device memory, hot and packed: one tensor per layer and plane.
 
 Imports: block, tiers.base, tiers.pool, tiers.slots.
 """
@@ -6,41 +6,29 @@ Imports: block, tiers.base, tiers.pool, tiers.slots.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 
 from tieredkv.block import Plane, Planes
-from tieredkv.tiers.base import slot_bytes
+from tieredkv.tiers.base import Empty, slot_bytes
 from tieredkv.tiers.pool import PoolTier
 from tieredkv.tiers.slots import SlotPool
 
-LayerEmpty = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
-"""(layer, shape, dtype) → an uninitialised tensor on that layer's device."""
 
-
-class LayerPools(Sequence[Planes]):
+class LayerPools:
     """Per layer its whole pool, tensors `[kv_heads, slots, *inner]`, made when first asked for."""
 
-    def __init__(self, layers: Sequence[tuple[Plane, ...]], slots: int, empty: LayerEmpty) -> None:
+    def __init__(self, layers: Sequence[tuple[Plane, ...]], slots: int, empty: Empty) -> None:
         self._layers, self._slots, self._empty = tuple(layers), slots, empty
         self._pools: dict[int, Planes] = {}
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._layers)
+    def __iter__(self) -> Iterator[Planes]:
+        return (self[layer] for layer in range(len(self._layers)))
 
-    @overload
-    def __getitem__(self, index: int) -> Planes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Planes]: ...
-
-    def __getitem__(self, index: int | slice) -> Planes | list[Planes]:
-        if isinstance(index, slice):
-            return [self[layer] for layer in range(len(self))[index]]
-        layer = range(len(self))[index]
+    def __getitem__(self, layer: int) -> Planes:
         pool = self._pools.get(layer)
         return pool if pool is not None else self._make(layer)
 
@@ -60,7 +48,7 @@ class LayerPools(Sequence[Planes]):
         with self._lock, torch.inference_mode(False):
             if layer not in self._pools:
                 self._pools[layer] = tuple(
-                    self._empty(layer, (plane.kv_heads, self._slots, *plane.inner), plane.dtype)
+                    self._empty((plane.kv_heads, self._slots, *plane.inner), plane.dtype)
                     for plane in self._layers[layer]
                 )
             return self._pools[layer]
@@ -72,7 +60,7 @@ class HotTier(PoolTier):
     Args:
         layers: for each layer its planes.
         slots: number of slots; the budget is `slots` times the bytes of one block.
-        empty: makes an uninitialised tensor on a layer's device.
+        empty: makes an uninitialised tensor on the device.
         role: "hot", or "packed" where the planes are those of a lossy codec.
 
     Attributes:
@@ -84,7 +72,7 @@ class HotTier(PoolTier):
         self,
         layers: Sequence[tuple[Plane, ...]],
         slots: int,
-        empty: LayerEmpty,
+        empty: Empty,
         *,
         role: Literal["hot", "packed"] = "hot",
     ) -> None:

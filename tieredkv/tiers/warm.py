@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Literal
@@ -16,12 +16,9 @@ import torch
 
 from tieredkv.block import Plane, Planes
 from tieredkv.device import Bounce
-from tieredkv.tiers.base import slot_bytes
+from tieredkv.tiers.base import Empty, slot_bytes
 from tieredkv.tiers.pool import PoolTier
 from tieredkv.tiers.slots import SlotPool
-
-HostEmpty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""(shape, dtype) → an uninitialised tensor in host memory, pinned where the device needs it."""
 
 FIRST_PIECE_BYTES = 64 << 20
 LARGEST_PIECE_BYTES = 1 << 30
@@ -62,7 +59,7 @@ class WarmTier(PoolTier):
         self,
         layers: Sequence[tuple[Plane, ...]],
         slots: int,
-        host_empty: HostEmpty,
+        host_empty: Empty,
         *,
         pieces: Literal["one", "growing"] = "one",
         first_piece_bytes: int = FIRST_PIECE_BYTES,
