@@ -51,6 +51,13 @@ QUIET = CacheStats(
 )
 
 
+def test_what_is_slower_without_a_compiler_is_told() -> None:
+    found = changed(native_failures=("attention: no C++ compiler", "checksums: no C++ compiler"))["native"]
+    assert (found.severity, found.evidence, found.unit) == ("limit", 2, "parts")
+    assert "attention: no C++ compiler" in found.text and "CXX" in (found.change or "")
+    assert "native" not in changed()
+
+
 def changed(**changes: Any) -> dict[str, Finding]:
     """Findings by kind, for a quiet run with other figures."""
     return {finding.kind: finding for finding in explain(dataclasses.replace(QUIET, **changes))}

@@ -24,6 +24,7 @@ Kind = Literal[
     "graphs",
     "link",
     "lossy",
+    "native",
     "nothing",
     "pageable",
     "room",
@@ -55,7 +56,7 @@ class Finding:
             changes that; "note": good to know.
         evidence: the number that shows it, in `unit`.
         unit: of the evidence: "share", "bytes", "bytes/s", "blocks", "reads", "failures", "graphs",
-            "pieces", "forwards".
+            "pieces", "parts", "forwards".
         text: the finding in a sentence or two.
         change: which setting to change, or None where there is nothing to change.
     """
@@ -176,6 +177,13 @@ def _pageable(stats: CacheStats) -> Iterator[Finding]:
         yield Finding("pageable", "limit", len(stats.pin_failures), "pieces", text, change)
 
 
+def _native(stats: CacheStats) -> Iterator[Finding]:
+    if stats.native_failures:
+        text = f"Without compiled C++ these are slower: {'; '.join(stats.native_failures)}."
+        change = "install a C++ compiler with OpenMP (g++), or set CXX to one"
+        yield Finding("native", "limit", len(stats.native_failures), "parts", text, change)
+
+
 def _bandwidth(stats: CacheStats) -> Iterator[Finding]:
     peak, rate = stats.link_bytes_per_second.get("hot", 0.0), stats.attended_bytes_per_second
     if peak and stats.decode.timed_forwards >= LEAST_FORWARDS and rate / peak > NEAR_PEAK:
@@ -257,6 +265,7 @@ _LOOKS: tuple[Callable[[CacheStats], Iterator[Finding]], ...] = (
     _time,
     _room,
     _pageable,
+    _native,
     _bandwidth,
     _duplicates,
     _links,

@@ -206,6 +206,7 @@ class TieredCache(Resumable):
             gather_peak_bytes=self._gather_peak_bytes,
             other_layers_bytes=self._others.nbytes,
             graphs=self._place.graphs,
+            native_attention=self._place.native_attention,
             position_exempt=self._positions.exempt,
         )
 

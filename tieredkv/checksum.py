@@ -10,7 +10,7 @@ The multiplication before the shift carries every bit to the top and the shift b
 several words, the top bits included, do not cancel by any pattern; swapped words meet other weights. Damage to many
 words is missed with a chance near 2^-64. This guards against accidents, not against forgery.
 
-Imports: errors, block, checksum_native.
+Imports: errors, block, checksum_native, compiler.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 from tieredkv.block import Planes
 from tieredkv.checksum_native import NativeSum
+from tieredkv.compiler import slower_without
 from tieredkv.errors import MismatchError
 
 SHIFT = 40
@@ -100,7 +101,8 @@ class Checksummer:
         Raises:
             MismatchError: the planes differ in n, or a head is not a multiple of 8 bytes.
         """
-        return self._checksum([_words(plane) for plane in planes])
+        words = [_words(plane) for plane in planes]
+        return self._checksum(words, self._native_for(words))
 
     def checksum_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The same for blocks whose planes lie in row order.
@@ -114,7 +116,8 @@ class Checksummer:
         Raises:
             MismatchError: a row is not a multiple of 8 bytes.
         """
-        return self._checksum([_words(rows.unsqueeze(0))])
+        words = [_words(rows.unsqueeze(0))]
+        return self._checksum(words, self._native_for(words))
 
     def copy_summed(self, out: Planes, planes: Planes) -> torch.Tensor | None:
         """Copy blocks in the memory of a CPU, and sum each as it is in `out`, while it is in the processor's cache.
@@ -127,12 +130,13 @@ class Checksummer:
             int64 `[n]`, the checksums of `out`; None, and nothing is copied, where memory is not a CPU's, `out` is not
             of whole words, or the C++ kernel does not serve.
         """
-        if not all(plane.is_cpu for plane in (*out, *planes)) or not self.is_native:
+        native = self._native_for((*out, *planes))
+        if native is None:
             return None
         words = [_words(plane) for plane in out]
         if any(each.data_ptr() != plane.data_ptr() for each, plane in zip(words, out, strict=True)):
             return None  # a copy of what is not in whole words
-        return self._checksum(words, [_words(plane) for plane in planes])
+        return self._checksum(words, native, [_words(plane) for plane in planes])
 
     @property
     def is_native(self) -> bool:
@@ -153,8 +157,13 @@ class Checksummer:
         with self._lock:
             return {device: dataclasses.replace(record) for device, record in self._records.items()}
 
-    def _checksum(self, words: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Of words, which come from elsewhere first where there are sources; those are for the C++ kernel alone."""
+    def _native_for(self, tensors: Sequence[torch.Tensor]) -> NativeSum | None:
+        return self._native_sum() if all(tensor.is_cpu for tensor in tensors) else None
+
+    def _checksum(
+        self, words: Sequence[torch.Tensor], native: NativeSum | None, sources: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """Of words, which the C++ kernel first copies from the sources, where there are some."""
         blocks = {plane.shape[1] for plane in words}
         if len(blocks) != 1:
             raise MismatchError(
@@ -167,7 +176,6 @@ class Checksummer:
         device = words[0].device
         weights = self._weights_for(row_words, device)
         sums = torch.full((blocks.pop(),), _seed(row_words), dtype=torch.int64, device=device)
-        native = self._native_sum() if device.type == "cpu" else None
         start = 0
         for plane, source in itertools.zip_longest(words, sources):
             heads, _, head_words = plane.shape
@@ -211,7 +219,7 @@ class Checksummer:
                 try:
                     self._native = self._native or NativeSum(SHIFT)
                 except OSError as error:
-                    self._wants_native, self.native_reason = False, str(error)
+                    self._wants_native, self.native_reason = False, slower_without("checksums", error)
         return self._native
 
     def _claim_compilation(self, device: str, new_bytes: int) -> bool:

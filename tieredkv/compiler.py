@@ -1,7 +1,7 @@
 """Small C++ sources to shared libraries: compiled once, kept in a folder of the user's, found again by content.
 
-The compiler is the one that `torch.compile` needs on a CPU too. Without one, whoever asks keeps a slower way and the
-reason.
+The compiler is the one that `torch.compile` needs on a CPU too. Without one, whoever asks keeps a slower way and tells
+the user (`slower_without`).
 
 Imports: nothing of the package.
 """
@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,6 +82,22 @@ class Compiler:
             self._folder = Path(tempfile.mkdtemp(prefix="tieredkv-kernels-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
+
+
+def slower_without(part: str, reason: OSError) -> str:
+    """Warn that a part of the cache is served by something slower, since its C++ is not to be had.
+
+    Args:
+        part: what is slower, in the plural.
+        reason: what `Compiler.load` raised.
+
+    Returns:
+        Part and reason, for `CacheStats.native_failures`.
+    """
+    said = f"{part}: {reason}"
+    # Not by the log: Python shows a warning once in a process, however many caches it makes.
+    warnings.warn(f"tieredkv: slower without C++, {said}", RuntimeWarning, stacklevel=2)
+    return said
 
 
 def _identity(compiler: str) -> str:

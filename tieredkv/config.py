@@ -145,7 +145,7 @@ class CacheSettings:
         watermark: share of the hot slots above which blocks outside the window leave hot.
         write_down_at: share of the hot slots above which blocks outside the window are copied down ahead of need.
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
-        kernel: "auto" chooses by device, dtype and shape; the others ask for one kernel, and what that cannot serve goes
+        kernel: "auto" chooses by device, dtype and shape; the others ask for one kernel, and what it cannot serve goes
             down the table of docs/decisions/0003.
         chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
             None for 4,096, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk costs the host some

@@ -1,6 +1,6 @@
 """Snapshots of a cache for people: statistics and the printed block table.
 
-Imports: config, block, block_table, stats, store, attention.
+Imports: config, block, block_table, stats, tiers, store, attention.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tieredkv.block_table import TableEntry
 from tieredkv.config import CacheSettings
 from tieredkv.stats import NO_TIER, CacheStats, Mode, PhaseStats, TierStats
 from tieredkv.store import BlockStore, Holder
+from tieredkv.tiers import ColdTier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,20 +23,25 @@ class Parts:
     Args:
         store: the store, or None before the first forward.
         holder: the cache's blocks in it.
+        settings: of the store.
         tiered: the model's index of each tiered layer.
+        mode, fallback_reason, tokens, gather_peak_bytes, other_layers_bytes, graphs, position_exempt: what the cache
+            knows and its store does not; see `CacheStats`.
+        native_attention: why attention is not served by C++, or None.
     """
 
     store: BlockStore | None
     holder: Holder | None
     settings: CacheSettings
     tiered: tuple[int, ...]
-    mode: Mode
-    fallback_reason: str | None
-    tokens: int
-    gather_peak_bytes: int
-    other_layers_bytes: int
-    graphs: int
-    position_exempt: int
+    mode: Mode = "blocks"
+    fallback_reason: str | None = None
+    tokens: int = 0
+    gather_peak_bytes: int = 0
+    other_layers_bytes: int = 0
+    graphs: int = 0
+    native_attention: str | None = None
+    position_exempt: int = 0
 
 
 def stats(parts: Parts) -> CacheStats:
@@ -70,6 +76,7 @@ def stats(parts: Parts) -> CacheStats:
         other_layers_bytes=parts.other_layers_bytes,
         tier_failures=counters.tier_failures if counters else 0,
         graphs=parts.graphs,
+        native_failures=_native_failures(parts),
         pinned_bytes=0 if store is None else store.device.pinned_bytes,
         position_exempt=parts.position_exempt,
         tiered_layers=len(parts.tiered),
@@ -86,6 +93,15 @@ def stats(parts: Parts) -> CacheStats:
         beyond=parts.settings.beyond,
         dropped_blocks=0 if holder is None else sum(block.gone for row in holder.table for block in row),
     )
+
+
+def _native_failures(parts: Parts) -> tuple[str, ...]:
+    store = parts.store
+    if store is None:
+        return ()
+    cold = store.tiers.get("cold")
+    reads = cold.native_reason if isinstance(cold, ColdTier) else None
+    return tuple(filter(None, (parts.native_attention, store.mover.checksummer.native_reason, reads)))
 
 
 def _unused_bytes(store: BlockStore, holder: Holder) -> int:

@@ -139,7 +139,7 @@ class CacheStats:
         checksum_failures: comparisons that failed.
         retries: reads that were made again after a failed comparison or a failed read.
         stall_seconds: time forwards waited for blocks on their way.
-        transfer_seconds: time workers spent moving blocks, both directions.
+        transfer_seconds: time spent moving blocks, both directions.
         prefill, decode: the two phases apart.
         gather_peak_bytes: the largest whole K/V of one layer that gather put on the device, outside the hot budget.
         other_layers_bytes: K/V and states of layers that are not tiered (sliding windows, linear states).
@@ -154,9 +154,9 @@ class CacheStats:
         link_bytes_per_second: measured bandwidth, where it was measured (`cache.measure_links()`): by direction, and
             "hot" for reading device memory.
         pin_failures: for each piece of warm memory that is pageable where pinned was wanted: why.
+        native_failures: what is served by something slower since its C++ could not be compiled, each with the reason.
         graph_cap: the most graphs that are compiled; further shapes are served without one.
-        duplicate_blocks: stored blocks whose bytes, in every layer, are those of an earlier one of the same cache.
-        compared_blocks: stored blocks that could be compared for that.
+        compared_blocks, duplicate_blocks: stored blocks whose checksums could be compared, and those of equal bytes.
         waiting_moves: copies ahead of need that wait for the cache's share of moves.
         sinks: first tokens of each row that stay hot.
         beyond: what happens to blocks that leave the window: "demote", or "drop", which is lossy.
@@ -202,6 +202,7 @@ class CacheStats:
     beyond: Beyond = "demote"
     dropped_blocks: int = 0
     packed: TierStats = NO_TIER
+    native_failures: tuple[str, ...] = ()
 
     @property
     def lossless(self) -> bool:
@@ -242,7 +243,7 @@ class CacheStats:
             **{name: _record(TierStats, saved[name]) for name in _TIERS if name in saved},
             **{name: _record(PhaseStats, saved[name]) for name in ("prefill", "decode")},
             "moves": {name: _record(MoveStats, move) for name, move in saved["moves"].items()},
-            "pin_failures": tuple(saved.get("pin_failures", ())),
+            **{name: tuple(saved.get(name, ())) for name in ("pin_failures", "native_failures")},
         }
         return _record(cls, {**saved, **records})
 
@@ -261,7 +262,7 @@ class MoveRecord:
         source, target: tiers.
         bytes: bytes as stored in the lower of the two.
         seconds: share of the copy's time.
-        reason: "window", "watermark", "room", "prefill", "stream", "crop", "request".
+        reason: "window", "watermark", "room", "quota", "prefill", "stream", "request".
         layer: the layer, for moves of one layer; None when all layers moved.
         start_seconds: when the copy started, from the opening of the store.
     """

@@ -207,8 +207,10 @@ def test_native_serves_by_default_and_flash_without_a_compiler(monkeypatch: pyte
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with torch.no_grad(), tieredkv.TieredCache(model, hot="256 tokens", warm=0, block_size=16) as cache:
-        without = logits(model, cache, ids, mask)
+        with pytest.warns(RuntimeWarning, match="slower without C"):
+            without = logits(model, cache, ids, mask)
         assert isinstance(cache.engine, Engine)
         assert "compiler" in (cache.engine.native_reason or "")
+        assert "compiler" in cache.stats().native_failures[0]
     assert not served
     assert_close(without, with_compiler)

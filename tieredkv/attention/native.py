@@ -20,7 +20,7 @@ import torch
 
 from tieredkv.attention.lse import Partial
 from tieredkv.attention.native_source import SOURCE
-from tieredkv.compiler import Compiler
+from tieredkv.compiler import Compiler, slower_without
 from tieredkv.errors import MismatchError
 
 CHUNK_TOKENS = 128
@@ -224,7 +224,7 @@ class NativeKernels:
                 macros = {"SCALAR": _SCALARS[dtype], "K_DIM": k_dim, "V_DIM": v_dim}
                 library = self._compiler.load("attend", SOURCE, macros)
             except OSError as error:
-                self.reason = f"the C++ kernel does not compile: {error}"
+                self.reason = slower_without("attention", error)
                 self._kernels[key] = None
             else:
                 function = library.tieredkv_attend

@@ -223,6 +223,11 @@ class StepCache(DynamicCache):
             raise MismatchError("No step was begun.", wanted="begin(members)", got="a forward", change="begin first")
         return self._frame
 
+    @property
+    def native_attention(self) -> str | None:
+        """Why attention is not served by C++ on this machine, or None."""
+        return None if self._engine is None else self._engine.native_reason
+
     def _need_engine(self, store: BlockStore) -> Engine:
         """What attends the layers: the step's own, since a member's would end with it, and keep memory until then."""
         if self._engine is None or self._engine.store is not store:

@@ -176,6 +176,11 @@ class Tenancy:
         return 0 if self.store is None or self._kernels is None else self._kernels.graphs
 
     @property
+    def native_attention(self) -> str | None:
+        """Why attention is not served by C++ on this machine, or None."""
+        return None if self._engine is None else self._engine.native_reason
+
+    @property
     def kernels(self) -> FlexKernels:
         """The compiled kernels that its engine uses.
 

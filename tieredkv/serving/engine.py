@@ -147,7 +147,8 @@ class Engine:
         """The tiers and their traffic, over all requests; figures of one cache (rows, tokens) are 0."""
         store = self._runner.blocks
         tiered = tuple(range(len(store.layers)))
-        return report.stats(report.Parts(store, None, store.settings, tiered, "blocks", None, 0, 0, 0, 0, 0))
+        native = self._runner.native_attention
+        return report.stats(report.Parts(store, None, store.settings, tiered, native_attention=native))
 
     def room(self) -> Room:
         """How many tokens fit where."""

@@ -93,6 +93,11 @@ class Runner:
         stats.paused = sum(request.preempted > 0 for request in list(self.waiting))
         return stats
 
+    @property
+    def native_attention(self) -> str | None:
+        """Why attention is not served by C++ on this machine, or None."""
+        return self._step.native_attention
+
     # ---- one step
 
     @torch.no_grad()
