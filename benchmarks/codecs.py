@@ -18,8 +18,8 @@ from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
 from tieredkv.block import LayerGeometry
-from tieredkv.cli.demo_model import load
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load
+from tieredkv.cli.prompt import python_prose
 from tieredkv.codecs import CODEC_NAMES, Codec, get_codec
 
 BLOCK = 128

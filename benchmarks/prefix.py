@@ -25,8 +25,8 @@ from transformers import DynamicCache
 from benchmarks import harness, shapes
 from benchmarks.harness import Row
 from tieredkv import KVStore, TieredCache
-from tieredkv.cli.demo_model import load
-from tieredkv.cli.demo_prompt import build
+from tieredkv.cli.model import load
+from tieredkv.cli.prompt import build
 from tieredkv.durable import DurableSettings
 
 BLOCK = 128

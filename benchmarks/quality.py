@@ -19,8 +19,8 @@ from benchmarks import harness
 from benchmarks.codecs import EncodedCache
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
-from tieredkv.cli.demo_model import load
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load
+from tieredkv.cli.prompt import python_prose
 from tieredkv.codecs import CODEC_NAMES, get_codec
 
 DEPTHS = (0.1, 0.5, 0.9)

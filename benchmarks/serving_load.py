@@ -14,8 +14,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tieredkv import Engine, KVStore
-from tieredkv.cli.demo_model import load
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load
+from tieredkv.cli.prompt import python_prose
 from tieredkv.serving import EngineSettings, RequestHandle
 from tieredkv.store import BlockStore
 

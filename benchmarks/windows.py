@@ -17,8 +17,8 @@ from benchmarks import harness, shapes
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
 from tieredkv import CacheSettings, TieredCache
-from tieredkv.cli.demo_model import load
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load
+from tieredkv.cli.prompt import python_prose
 from tieredkv.sizing import Rates, kv_bytes_per_token, parse_dtype
 
 WINDOWS = (512, 1024, 2048, 4096)

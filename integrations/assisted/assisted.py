@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import build
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import build
 
 
 def answer(

@@ -16,7 +16,7 @@ import torch
 from transformers import TextStreamer
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
+from tieredkv.cli.model import load, quiet
 
 TURNS = {
     "en": ("Name three fruits.", "Which of them grows in Norway?", "Write one sentence about it."),

@@ -16,8 +16,8 @@ import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import build
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import build
 
 
 def spread(model: Any, max_memory: dict[int | str, int | str], folder: str) -> dict[str, Any]:

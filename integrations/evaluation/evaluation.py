@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import python_prose
 
 QUESTIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("Which statement finds and loads a module?", (" import", " break", " global", " return"), 0),

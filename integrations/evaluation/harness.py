@@ -20,8 +20,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import python_prose
 
 
 class TieredLM(HFLM):

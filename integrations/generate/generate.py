@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import build
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import build
 
 
 def answer(model: Any, inputs: dict[str, torch.Tensor], cold: str) -> tuple[torch.Tensor, tieredkv.CacheStats]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import python_prose
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import python_prose
 
 QUESTIONS = ("What is a module?", "What happens when a module cannot be found?", "What does this text explain?")
 CHUNK_TOKENS = 1024  # of one forward of the prefill: bounds its activations

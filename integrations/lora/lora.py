@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import build
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import build
 
 
 def with_random_adapter(model: Any, seed: int = 0, scale: float = 0.02) -> PeftModel:

@@ -15,7 +15,7 @@ import torch
 from transformers import pipeline
 
 import tieredkv
-from tieredkv.cli.demo_model import load, quiet
+from tieredkv.cli.model import load, quiet
 
 QUESTIONS = ("What is a cache?", "Name a colour.", "How many days has a week?")
 

@@ -17,8 +17,8 @@ from tieredkv.attention import engine
 from tieredkv.cli import app
 from tieredkv.cli import doctor as command
 from tieredkv.cli.bisect import bisect
-from tieredkv.cli.demo_model import Loaded
-from tieredkv.cli.demo_prompt import Prompt
+from tieredkv.cli.model import Loaded
+from tieredkv.cli.prompt import Prompt
 from tieredkv.errors import ConfigError
 from tieredkv.tiers import ColdTier, WarmTier
 

@@ -98,7 +98,7 @@ def test_bad_input_is_an_error_with_what_to_change(
 ) -> None:
     result = CliRunner().invoke(app, ["plan", model, *arguments])
     assert result.exit_code == 2
-    assert message in result.stderr and "To change:" in result.stderr
+    assert message in result.stderr and "to change: " in result.stderr
 
 
 def test_a_path_without_a_config(app: typer.Typer, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def assert_holds() -> Callable[[Any, Any, torch.Tensor], None]:
 @pytest.fixture(autouse=True)
 def _short_prose(monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples' own document is one topic, whose tokens, as many as it has bytes, are soon made."""
-    monkeypatch.setattr("tieredkv.cli.demo_prompt.topics", {"import": topics["import"]})
+    monkeypatch.setattr("tieredkv.cli.prompt.topics", {"import": topics["import"]})
 
 
 @pytest.fixture(scope="session")

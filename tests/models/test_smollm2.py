@@ -13,8 +13,8 @@ from support import difference, greedy_answer
 from transformers import DynamicCache
 
 import tieredkv
-from tieredkv.cli.demo_model import Loaded, load
-from tieredkv.cli.demo_prompt import build
+from tieredkv.cli.model import Loaded, load
+from tieredkv.cli.prompt import build
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from tieredkv.cache import TieredCache
-from tieredkv.cli.demo_report import LOGIT_TOLERANCE
-from tieredkv.cli.demo_run import cache_keyword
+from tieredkv.cli.stock import LOGIT_TOLERANCE, cache_keyword
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings
 from tieredkv.errors import ChecksumError, ConfigError, TieredKVError

@@ -19,14 +19,16 @@ from rich.table import Table
 from tieredkv import sizing
 from tieredkv.advice import Finding, explain
 from tieredkv.cli.bisect import Stage, bisect
-from tieredkv.cli.demo_model import load, quiet
-from tieredkv.cli.demo_prompt import build
-from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import build
+from tieredkv.cli.telling import errors_told, terminal
+from tieredkv.errors import ConfigError
 from tieredkv.stats import CacheStats
 
 _STYLES = {"fault": "red", "limit": "yellow", "note": "dim"}
 
 
+@errors_told()
 def doctor(
     report: Annotated[
         Path | None, typer.Argument(help="What `cache.stats().to_json()` or `tieredkv demo --json` wrote.")
@@ -47,20 +49,16 @@ def doctor(
 
     Exit code 0: said, and with --bisect nothing departs that must not; 1: it does; 2: it cannot be run.
     """
-    console = Console()
-    try:
-        if not bisect_:
-            findings = explain(read_stats(report))
-            _show_findings(findings, console, as_json)
-            return
-        with quiet():
-            loaded = load(model, sizing.parse_dtype(dtype), device)
-            prompt = build(loaded.tokenizer, document, None, prompt_tokens)
-            with tempfile.TemporaryDirectory(prefix="tieredkv-doctor-") as folder:
-                stages = bisect(loaded.model, prompt.input_ids, new_tokens, codec, Path(folder))
-    except TieredKVError as error:
-        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    console = terminal()
+    if not bisect_:
+        findings = explain(read_stats(report))
+        _show_findings(findings, console, as_json)
+        return
+    with quiet():
+        loaded = load(model, sizing.parse_dtype(dtype), device)
+        prompt = build(loaded.tokenizer, document, None, prompt_tokens)
+        with tempfile.TemporaryDirectory(prefix="tieredkv-doctor-") as folder:
+            stages = bisect(loaded.model, prompt.input_ids, new_tokens, codec, Path(folder))
     _show_stages(stages, console, as_json)
     if any(stage.departs and stage.lossless for stage in stages):
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
 """`tieredkv ls`, `verify` and `prune`: what was published into a directory, whether it is whole, and letting it go.
 
-Imports: errors, durable, sizing; typer and rich.
+Imports: errors, durable, sizing and this package's telling; typer and rich.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ import re
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.durable.format import Refusal, StoredFile
 from tieredkv.durable.survey import Surveyed, set_aside, survey, wrong_rows
 from tieredkv.durable.survey import prune as prune_files
-from tieredkv.errors import ColdTierError, ConfigError, TieredKVError
+from tieredkv.errors import ColdTierError, ConfigError
 from tieredkv.sizing import format_bytes
 
 _DIGITS = 12
@@ -28,31 +30,26 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 Directory = Annotated[Path, typer.Argument(help="The directory that was given as cold.", metavar="DIR")]
 
 
+@errors_told()
 def ls(directory: Directory) -> None:
     """List what was published into a directory, by model and salt.
 
     Exit code 0; 2: the directory cannot be read.
     """
-    try:
-        files = survey(directory)
-    except TieredKVError as error:
-        _refuse(error)
-    table = Table(
-        *("model", "codec", "block size", "salt", "files", "blocks", "tokens", "bytes", "oldest", "newest"),
-        title=f"published in {directory}",
-        title_justify="left",
-    )
+    files = survey(directory)
+    table = Table("model", "codec", "block size", "salt", "files", "blocks", "tokens", "bytes", "oldest", "newest")
     groups: dict[tuple[str, ...], list[Surveyed]] = defaultdict(list)
     for file in files:
         groups[_group(file)].append(file)
     for group, members in sorted(groups.items()):
-        table.add_row(*group, *_totals(members))
-    console = Console()
-    console.print(table)
+        table.add_row(*map(escape, group), *_totals(members))
+    console = terminal()
+    _show(f"published in {directory}", table, console)
     whole = sum(file.seen.file_bytes for file in files)
     console.print(f"{len(files):,} files, {format_bytes(whole)}", highlight=False)
 
 
+@errors_told()
 def verify(
     directory: Directory,
     aside: Annotated[bool, typer.Option("--set-aside", help="Put damaged files into quarantine.")] = False,
@@ -61,20 +58,17 @@ def verify(
 
     Exit code 0: everything is whole; 1: something is damaged; 2: the directory cannot be read.
     """
-    try:
-        files = [file for file in survey(directory) if file.place == "published"]
-        table = Table("file", "damage", title="damaged files", title_justify="left")
-        damaged = read_bytes = 0
-        for file in files:
-            read_bytes += file.seen.file_bytes
-            if why := _damage(file):
-                damaged += 1
-                table.add_row(file.seen.path, why)
-                if aside:
-                    set_aside(directory, file)
-    except TieredKVError as error:
-        _refuse(error)
-    console = Console()
+    files = [file for file in survey(directory) if file.place == "published"]
+    table = Table("file", "damage", title="damaged files", title_justify="left")
+    damaged = read_bytes = 0
+    for file in files:
+        read_bytes += file.seen.file_bytes
+        if why := _damage(file):
+            damaged += 1
+            table.add_row(escape(file.seen.path), escape(why))
+            if aside:
+                set_aside(directory, file)
+    console = terminal()
     if damaged:
         console.print(table)
     console.print(f"{len(files):,} files, {format_bytes(read_bytes)} read, {damaged} damaged", highlight=False)
@@ -82,6 +76,7 @@ def verify(
         raise typer.Exit(1)
 
 
+@errors_told()
 def prune(
     directory: Directory,
     older_than: Annotated[
@@ -95,21 +90,19 @@ def prune(
 
     Exit code 0; 2: an age that is none, or a directory that cannot be pruned.
     """
-    try:
-        seconds = None if older_than is None else _age_seconds(older_than)
-        gone = prune_files(directory, older_than_seconds=seconds, salt=salt)
-    except TieredKVError as error:
-        _refuse(error)
-    table = Table("", "files", "bytes", title=f"deleted from {directory}", title_justify="left")
+    seconds = None if older_than is None else _age_seconds(older_than)
+    gone = prune_files(directory, older_than_seconds=seconds, salt=salt)
+    table = Table("", "files", "bytes")
     for place in ("published", "quarantine"):
         members = [file for file in gone if file.place == place]
         table.add_row(place, f"{len(members):,}", format_bytes(sum(file.seen.file_bytes for file in members)))
-    Console().print(table)
+    _show(f"deleted from {directory}", table, terminal())
 
 
-def _refuse(error: TieredKVError) -> NoReturn:
-    Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2) from error
+def _show(title: str, table: Table, console: Console) -> None:
+    """A table below its title, which it would break at its own width: a path can be copied."""
+    console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def _group(file: Surveyed) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """`tieredkv plan`: what fits where, what a step costs, and how it was counted, as tables or as JSON.
 
-Imports: errors, config, sizing; typer and rich.
+Imports: config, sizing and this package's telling; typer and rich.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tieredkv import sizing
+from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.config import parse_bytes
-from tieredkv.errors import TieredKVError
 from tieredkv.sizing import Plan, Rates, format_bytes, format_seconds
 
 _STYLES = {"hot": "green", "warm": "yellow", "cold": "cyan", "too large": "red"}
 _GB = 10**9
 
 
+@errors_told()
 def plan(
     model_config: Annotated[
         str, typer.Argument(help="A model's folder, its config.json, or a hub id.", metavar="MODEL_CONFIG")
@@ -43,26 +45,22 @@ def plan(
 
     Exit code 0: it fits; 1: it does not fit in all tiers together; 2: it cannot be planned.
     """
-    try:
-        found = sizing.plan(
-            model_config,
-            context,
-            batch,
-            parse_bytes(device_memory),
-            host_memory_bytes=parse_bytes(host_memory),
-            disk_bytes=parse_bytes(disk),
-            dtype=dtype,
-            codec=codec,
-            block_size=block_size,
-            rates=Rates(pcie_gbps * _GB, nvme_gbps * _GB, device_gbps * _GB),
-        )
-    except TieredKVError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    found = sizing.plan(
+        model_config,
+        context,
+        batch,
+        parse_bytes(device_memory),
+        host_memory_bytes=parse_bytes(host_memory),
+        disk_bytes=parse_bytes(disk),
+        dtype=dtype,
+        codec=codec,
+        block_size=block_size,
+        rates=Rates(pcie_gbps * _GB, nvme_gbps * _GB, device_gbps * _GB),
+    )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | {"fits": found.fits}, indent=2))
     else:
-        show_plan(found, Console())
+        show_plan(found, terminal())
     if not found.fits:
         raise typer.Exit(1)
 
@@ -76,21 +74,21 @@ def show_plan(found: Plan, console: Console) -> None:
         highlight=False,
     )
     for line in found.layers:
-        console.print(f"  {line}", highlight=False)
+        console.print(f"  {escape(line)}", highlight=False)
     if found.cross_kv_bytes_per_source_token:
         cross = format_bytes(found.cross_kv_bytes_per_source_token)
         console.print(f"  cross-attention: {cross} per source token, apart from all totals", highlight=False)
     console.print(_device_table(found), _codec_table(found), _tier_table(found), _context_table(found))
     _show_cost(found, console)
     for line in found.warnings:
-        console.print(f"[yellow]warning[/yellow] {line}", highlight=False)
+        console.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False)
     if found.suggestion:
         console.print("\n[bold]suggestion[/bold]")
         # Printed as it stands, so that it can be copied: no wrapping, no markup.
         console.print(found.suggestion, markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]how it was counted[/bold]")
     for line in found.how:
-        console.print(f"  {line}", highlight=False)
+        console.print(f"  {escape(line)}", highlight=False)
 
 
 def _show_cost(found: Plan, console: Console) -> None:

@@ -1,6 +1,6 @@
 """`tieredkv replay`: what share of prompts a prefix store would not have computed, for sizes and eviction policies.
 
-Imports: errors, eviction; typer and rich.
+Imports: errors, eviction and this package's telling; typer and rich.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.cli.telling import errors_told, terminal
+from tieredkv.errors import ConfigError
 from tieredkv.eviction import DEFAULT_POLICY, POLICY_NAMES
 from tieredkv.eviction.belady import optimal_hits
 from tieredkv.eviction.replay import Replayed, distinct_blocks, replay
@@ -26,6 +27,7 @@ _HOT = "Room in hot: blocks, or % of the trace's different blocks; several with 
 _COLD = "Room below hot, in the same units; one for all, or one for each of --hot."
 
 
+@errors_told()
 def replay_command(
     trace: Annotated[str, typer.Argument(help="A .jsonl trace with block ids (Mooncake's format).", metavar="TRACE")],
     policy: Annotated[str, typer.Option(help=_POLICIES)] = DEFAULT_POLICY,
@@ -38,24 +40,20 @@ def replay_command(
     A hit is a block of a prompt's longest stored prefix; the rate is of all prompt blocks. The optimum (Belady's) knows
     the future. Exit code 2: the trace or an option cannot be used.
     """
-    try:
-        requests = read_trace(trace)
-        names = POLICY_NAMES if policy == "all" else tuple(name.strip() for name in policy.split(","))
-        sizes = _sizes(hot, cold, distinct_blocks(requests))
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            runs = [(name, size) for size in sizes for name in names]
-            found = [
-                replay(requests, name, hot_blocks=hot_blocks, cold_blocks=cold_blocks)
-                for name, (hot_blocks, cold_blocks) in progress.track(runs, description="replaying")
-            ]
-    except TieredKVError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    requests = read_trace(trace)
+    names = POLICY_NAMES if policy == "all" else tuple(name.strip() for name in policy.split(","))
+    sizes = _sizes(hot, cold, distinct_blocks(requests))
+    with Progress(console=terminal(stderr=True), transient=True) as progress:
+        runs = [(name, size) for size in sizes for name in names]
+        found = [
+            replay(requests, name, hot_blocks=hot_blocks, cold_blocks=cold_blocks)
+            for name, (hot_blocks, cold_blocks) in progress.track(runs, description="replaying")
+        ]
     optimum = {size: optimal_hits(requests, sum(size)) for size in sizes}
     if as_json:
         typer.echo(json.dumps(_as_json(requests, found, optimum), indent=2))
     else:
-        _show(requests, found, optimum, Console())
+        _show(requests, found, optimum, terminal())
 
 
 def _sizes(hot: str, cold: str, distinct: int) -> list[tuple[int, int]]:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from tieredkv import sizing
-from tieredkv.cli.demo_model import Loaded, load, quiet
+from tieredkv.cli.model import Loaded, load, quiet
+from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.config import CacheSettings, ColdSettings, parse_bytes
 from tieredkv.device import device_for
 from tieredkv.durable import DurableSettings
-from tieredkv.errors import TieredKVError
 from tieredkv.kv_store import KVStore
 from tieredkv.serving import Engine, EngineSettings, Room, preset
 from tieredkv.serving.endpoint import EndpointSettings, build, engine_settings_for, need_packages
@@ -57,6 +54,7 @@ class Serving:
     drain_seconds: float
 
 
+@errors_told()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.", metavar="MODEL")],
     gguf_file: Annotated[str | None, typer.Option(help="A .gguf file of MODEL.")] = None,
@@ -87,26 +85,25 @@ def serve(
 
     Exit code 0: stopped by a signal; 2: it cannot be served.
     """
-    with _errors_told():
-        cache, engine = CacheSettings(), EngineSettings()
-        if choose is not None:
-            cache, engine = preset(choose, cache, engine)
-        folder = None if cold is None else ColdSettings(cold, cap=cold_cap)
-        given: dict[str, Any] = {"hot": hot, "warm": warm, "cold": folder, "window": window}
-        given |= {"codec": codec, "hot_codec": hot_codec}
-        chosen = Serving(
-            model=model,
-            gguf_file=gguf_file,
-            dtype=dtype,
-            device=device,
-            cache=CacheSettings.chosen(cache, block_size=block_size, **given),
-            durable=False if cold is None else DurableSettings(cold, cap=cold_cap),
-            engine=dataclasses.replace(engine, max_running=max_num_seqs, max_model_len=max_model_len),
-            endpoint=EndpointSettings(served_model_name or model, tuple(api_key or ()), parse_bytes(max_body)),
-            utilization=memory_utilization,
-            drain_seconds=drain_seconds,
-        )
-        run(chosen, host, port, Console())
+    cache, engine = CacheSettings(), EngineSettings()
+    if choose is not None:
+        cache, engine = preset(choose, cache, engine)
+    folder = None if cold is None else ColdSettings(cold, cap=cold_cap)
+    given: dict[str, Any] = {"hot": hot, "warm": warm, "cold": folder, "window": window}
+    given |= {"codec": codec, "hot_codec": hot_codec}
+    chosen = Serving(
+        model=model,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        device=device,
+        cache=CacheSettings.chosen(cache, block_size=block_size, **given),
+        durable=False if cold is None else DurableSettings(cold, cap=cold_cap),
+        engine=dataclasses.replace(engine, max_running=max_num_seqs, max_model_len=max_model_len),
+        endpoint=EndpointSettings(served_model_name or model, tuple(api_key or ()), parse_bytes(max_body)),
+        utilization=memory_utilization,
+        drain_seconds=drain_seconds,
+    )
+    run(chosen, host, port, terminal())
 
 
 def run(chosen: Serving, host: str, port: int, console: Console) -> None:
@@ -181,13 +178,3 @@ def tier_lines(room: Room) -> list[str]:
 def _ready(console: Console, endpoint: EndpointSettings, url: str) -> None:
     who = f"{len(endpoint.api_keys)} API keys" if endpoint.api_keys else "no API key"
     console.print(f"serving    {endpoint.name} at {url}, {who}", highlight=False, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """Typed errors with exit code 2 and without a traceback."""
-    try:
-        yield
-    except TieredKVError as error:
-        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error

@@ -1,6 +1,6 @@
 """`tieredkv stress`: a load test of any OpenAI-compatible server.
 
-Imports: errors, loadtest; typer and rich.
+Imports: errors, loadtest and this package's telling; typer and rich.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.cli.telling import errors_told, terminal
+from tieredkv.errors import ConfigError
 from tieredkv.loadtest import LoadSettings, Report, run
 from tieredkv.loadtest.compare import Comparison, compare
 from tieredkv.loadtest.figures import Spread
@@ -35,6 +36,7 @@ _LONGEST = "Leave out requests of more tokens, prompt and answer together."
 _EXTRA = 'More fields of each request, as JSON: {"ignore_eos": true} for servers that have it.'
 
 
+@errors_told()
 def stress(
     url: Annotated[str, typer.Option(help="The server, such as http://127.0.0.1:8000.")],
     trace: Annotated[Path | None, typer.Option(help=_TRACE)] = None,
@@ -58,39 +60,35 @@ def stress(
 
     Exit code 1: no request was answered. Exit code 2: the load cannot be sent.
     """
-    console, errors = Console(), Console(stderr=True)
-    try:
-        settings = LoadSettings(
-            url=url,
-            model=model,
-            api_key=api_key,
-            chat=not completions,
-            requests=requests,
-            trace=trace,
-            shape=shape,
-            scale=scale,
-            rate=rate,
-            concurrency=concurrency,
-            ramp=ramp,
-            longest=longest,
-            timeout_seconds=timeout,
-            seed=seed,
-            extra=_fields(extra),
-        )
-        earlier = None if old is None else read_report(old)
-        if out is not None:
-            make_folder(out)
-        report = _run(settings, errors)
-        comparison = None if earlier is None else compare(earlier, report)
-        files = [] if out is None else write(report, out, comparison)
-    except TieredKVError as error:
-        errors.print(f"[red]error[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    settings = LoadSettings(
+        url=url,
+        model=model,
+        api_key=api_key,
+        chat=not completions,
+        requests=requests,
+        trace=trace,
+        shape=shape,
+        scale=scale,
+        rate=rate,
+        concurrency=concurrency,
+        ramp=ramp,
+        longest=longest,
+        timeout_seconds=timeout,
+        seed=seed,
+        extra=_fields(extra),
+    )
+    earlier = None if old is None else read_report(old)
+    if out is not None:
+        make_folder(out)
+    report = _run(settings, terminal(stderr=True))
+    comparison = None if earlier is None else compare(earlier, report)
+    files = [] if out is None else write(report, out, comparison)
+    console = terminal()
     _show(report, console)
     if comparison is not None:
         _show_comparison(comparison, console)
     for file in files:
-        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+        console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
     if not report.whole.answered:
         raise typer.Exit(1)
 
@@ -161,9 +159,9 @@ def _show(report: Report, console: Console) -> None:
 
 
 def _show_comparison(comparison: Comparison, console: Console) -> None:
-    table = Table("", "then", "now", "now / then", title=f"beside {comparison.old_date}", title_justify="left")
+    table = Table("", "then", "now", "now / then", title=f"beside {escape(comparison.old_date)}", title_justify="left")
     for change in comparison.changes:
-        table.add_row(change.measure, number(change.old), number(change.new), number(change.ratio))
+        table.add_row(escape(change.measure), number(change.old), number(change.new), number(change.ratio))
     console.print(table)
     for difference in comparison.differences:
         console.print(f"[yellow]not the same[/yellow] {escape(difference)}", highlight=False, soft_wrap=True)

@@ -160,7 +160,7 @@ def test_a_real_model_answers_a_stock_client(start: Callable[..., Server], cold_
     """SmolLM2 out of its GGUF file, with documents in int8; asked again, the document is not computed again."""
     import openai
 
-    from tieredkv.cli.demo_model import packaged_model
+    from tieredkv.cli.model import packaged_model
 
     file = packaged_model()
     sizes = ["--hot", "256MiB", "--warm", "256MiB", "--cold", str(cold_dir), "--max-model-len", "2048"]

@@ -23,10 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
-from tieredkv.cli import app, demo_model, demo_prompt, demo_run
-from tieredkv.cli.demo_prompt import Prompt
-from tieredkv.cli.demo_report import LOGIT_TOLERANCE, first_difference, logit_difference
-from tieredkv.cli.demo_run import Run
+from tieredkv.cli import app
+from tieredkv.cli import prompt as prompts
+from tieredkv.cli.demo import run as runs
+from tieredkv.cli.demo.report import first_difference, logit_difference
+from tieredkv.cli.demo.run import Run
+from tieredkv.cli.model import load, quiet
+from tieredkv.cli.prompt import Prompt
+from tieredkv.cli.stock import LOGIT_TOLERANCE
 from tieredkv.errors import ConfigError
 
 CHAT = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}<s>"
@@ -145,7 +149,7 @@ class WrongCache(DynamicCache):
 
 
 def test_other_tokens_are_a_failure_with_the_exact_codec_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tieredkv.cli.demo.DynamicCache", WrongCache)
+    monkeypatch.setattr("tieredkv.cli.demo.command.DynamicCache", WrongCache)
     result = run("--model", model, *SHORT)
     assert result.exit_code == 1
     assert "failed:" in result.output and "DynamicCache" in result.output
@@ -160,6 +164,22 @@ def test_a_file_as_document(model: str, tmp_path: Path) -> None:
     result = run("--model", model, *options)
     assert result.exit_code == 0, result.output
     assert "Who never forgot?" in result.output and "story.txt" in result.output
+
+
+def test_names_and_answers_are_shown_as_they_are(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of it is markup, and no `:name:` becomes a picture."""
+    odd = tmp_path / "[bold]" / "[" / "x]"
+    odd.mkdir(parents=True)
+    file = odd / "story:bug:.txt"
+    file.write_text("There was a cache that never forgot. " * 12)
+    monkeypatch.setattr("tieredkv.cli.demo.command.DynamicCache", WrongCache)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *args, **kwargs: "[/y] :bug:")
+    options = ["--document", str(file), "--question", "Why [/z] :bug:?", "--cold", str(odd), "--codec", "int4"]
+    result = run("--model", model, *options, "--new-tokens", "4", "--warm", "0")
+    assert result.exit_code == 0, result.output
+    said = result.output.replace("\n", "")
+    for text in (f"document  {file}: ", "Why [/z] :bug:?", f"the rest in {odd}", "DynamicCache's answer:[/y] :bug:"):
+        assert text in said
 
 
 @pytest.mark.parametrize(
@@ -227,7 +247,7 @@ def test_an_interrupt_is_no_traceback(model: str, monkeypatch: pytest.MonkeyPatc
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tieredkv.cli.demo.generate", interrupt)
+    monkeypatch.setattr("tieredkv.cli.demo.command.generate", interrupt)
     result = run("--model", model, *SHORT)
     assert result.exit_code == 130
     assert "stopped" in result.output and "Traceback" not in result.output
@@ -246,30 +266,30 @@ def test_differences_are_found_where_they_begin() -> None:
 
 def test_the_prompt_is_the_document_and_then_the_question(model: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    prompt = demo_prompt.build(tokenizer, None, "Why?", 200)
+    prompt = prompts.build(tokenizer, None, "Why?", 200)
     text = tokenizer.decode(prompt.input_ids[0])
     assert text.startswith('<s>The "import" statement') and text.endswith("\n\nWhy?</s><s>")
     assert abs(prompt.tokens - 200) <= 3
     tokenizer.chat_template = None
-    assert tokenizer.decode(demo_prompt.build(tokenizer, None, "Why?", 200).input_ids[0]).endswith("\n\nWhy?")
+    assert tokenizer.decode(prompts.build(tokenizer, None, "Why?", 200).input_ids[0]).endswith("\n\nWhy?")
     with pytest.raises(ConfigError, match="--prompt-tokens"):
-        demo_prompt.build(tokenizer, None, None, 3)
+        prompts.build(tokenizer, None, None, 3)
 
 
 def test_the_prose_is_long_enough_for_the_promise() -> None:
     """6,000 tokens and more, at six letters a token or fewer."""
-    assert len(demo_prompt.python_prose()) > 6 * demo_prompt.DEFAULT_PROMPT_TOKENS
-    assert demo_prompt.DEFAULT_PROMPT_TOKENS >= 6000
+    assert len(prompts.python_prose()) > 6 * prompts.DEFAULT_PROMPT_TOKENS
+    assert prompts.DEFAULT_PROMPT_TOKENS >= 6000
 
 
 def test_tokens_are_timed_and_shown(model: str) -> None:
-    with demo_model.quiet():
-        loaded = demo_model.load(model, torch.float32, "cpu")
+    with quiet():
+        loaded = load(model, torch.float32, "cpu")
     out = io.StringIO()
     prompt = Prompt(torch.randint(5, 300, (1, 40)), "none", "none")
     shares: list[float] = []
-    with demo_run.prefill_steps(loaded.model, 40, shares.append):
-        done = demo_run.generate(
+    with runs.prefill_steps(loaded.model, 40, shares.append):
+        done = runs.generate(
             loaded,
             prompt,
             DynamicCache(config=loaded.model.config),
@@ -283,7 +303,7 @@ def test_tokens_are_timed_and_shown(model: str) -> None:
     assert done.tokens == done.logits.argmax(-1).tolist()
     assert done.text.strip() in out.getvalue()
     assert shares[:4] == [0.25, 0.5, 0.75, 1.0] and max(shares) == 1.0
-    assert not any(layer._forward_hooks for layer in demo_run.decoder_layers(loaded.model))
+    assert not any(layer._forward_hooks for layer in runs.decoder_layers(loaded.model))
 
 
 def test_help_names_every_choice() -> None:

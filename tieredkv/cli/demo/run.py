@@ -1,13 +1,12 @@
 """One measured generation of the demo, from any cache: greedy, its prefill with a progress bar, its tokens timed.
 
-Imports: this package's demo_model and demo_prompt; torch, transformers and rich.
+Imports: the command line's model, prompt and stock; torch, transformers and rich.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TextStreamer
 
-from tieredkv.cli.demo_model import Loaded
-from tieredkv.cli.demo_prompt import Prompt
+from tieredkv.cli.model import Loaded
+from tieredkv.cli.prompt import Prompt
+from tieredkv.cli.stock import cache_keyword
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +132,6 @@ def generate(
     logits = torch.cat([step.float().cpu() for step in out.logits])  # [new tokens, vocabulary]
     text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
     return Run(tokens, text, logits, clock.token_seconds)
-
-
-def cache_keyword(model: Any) -> str:
-    """What this transformers calls a cache: "cache" from 5.24 on, where the older name gives a warning."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 @contextlib.contextmanager

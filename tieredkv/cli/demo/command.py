@@ -5,12 +5,10 @@ Imports: everything to its left; torch, typer and rich.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,18 +19,20 @@ from transformers.cache_utils import DynamicCache
 
 from tieredkv import sizing
 from tieredkv.cache import TieredCache
-from tieredkv.cli.demo_choices import Choices, cold_folder, resolve_settings
-from tieredkv.cli.demo_model import Loaded, load, quiet
-from tieredkv.cli.demo_prompt import Prompt, build
-from tieredkv.cli.demo_report import Report, Timings, first_difference, kv_tensor_bytes, logit_difference, report_table
-from tieredkv.cli.demo_run import Run, generate
+from tieredkv.cli.demo.choices import Choices, cold_folder, resolve_settings
+from tieredkv.cli.demo.report import Report, Timings, first_difference, kv_tensor_bytes, logit_difference, report_table
+from tieredkv.cli.demo.run import Run, generate
+from tieredkv.cli.model import Loaded, load, quiet
+from tieredkv.cli.prompt import Prompt, build
+from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, Size
-from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.errors import ConfigError
 from tieredkv.sizing import format_bytes
 from tieredkv.stats import CacheStats
 
 
+@errors_told("stopped; the cold tier's files are removed")
 def demo(
     model: Annotated[
         str | None, typer.Option(help="Folder, .gguf file or hub id.", show_default="SmolLM2-135M-Instruct")
@@ -68,10 +68,10 @@ def demo(
 
     Exit code 0: done; 1: with the exact codec, tokens or logits differ; 2: it cannot be run.
     """
-    console = Console()
+    console = terminal()
     tiers: dict[str, Any] = {"hot": hot, "warm": warm, "cold": cold, "window": window}
     chosen: dict[str, Any] = {"codec": codec, "hot_codec": hot_codec, "verify": verify, "kernel": kernel}
-    with _errors_told(console), quiet():
+    with quiet():
         choices = Choices(
             model=model,
             document=document,
@@ -92,19 +92,6 @@ def demo(
         json_file.write_text(report.to_json() + "\n", encoding="utf-8")
     if report.failure is not None:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _errors_told(console: Console) -> Iterator[None]:
-    """Typed errors in their parts with exit code 2, an interrupt with 130, neither with a traceback."""
-    try:
-        yield
-    except TieredKVError as error:
-        _show_error(error)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as stop:
-        console.print("\nstopped; the cold tier's files are removed")
-        raise typer.Exit(130) from stop
 
 
 def run_demo(choices: Choices, console: Console) -> Report:
@@ -208,11 +195,3 @@ def _check_writable(path: Path | None) -> None:
 def _process_peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _show_error(error: TieredKVError) -> None:
-    console = Console(stderr=True)
-    console.print(f"[red]error[/red] {escape(error.what)}", highlight=False, soft_wrap=True)
-    for name in ("wanted", "got", "change"):
-        label = "to change" if name == "change" else name
-        console.print(f"  {label}: {getattr(error, name)}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Builds the demo's prompt: a long document, and a question about it, as the model's chat template wants them.
+"""Builds a prompt for the demo and the doctor: a long document and a question, as the model's chat template has them.
 
 Imports: errors; torch.
 """

@@ -1,4 +1,4 @@
-"""Loads the demo's model and tokenizer: the one that a package ships as a GGUF file, or what the user names.
+"""Loads a command's model and tokenizer: the one that a package ships as a GGUF file, or what the user names.
 
 Imports: errors, device; torch and transformers.
 """

@@ -1,6 +1,6 @@
 """Compares the demo's two generations: a record of all figures, a table for people, JSON for programs.
 
-Imports: errors, stats, sizing and this package's demo_run; torch and rich.
+Imports: stats, sizing, the command line's stock and this package's run; torch and rich.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tieredkv.cli.demo_run import Run
+from tieredkv.cli.demo.run import Run
+from tieredkv.cli.stock import LOGIT_TOLERANCE
 from tieredkv.sizing import format_bytes
 from tieredkv.stats import CacheStats, TierStats
-
-LOGIT_TOLERANCE = 1e-4
-"""Most difference of raw fp32 logits, relative to the largest: what rounding in another order of sums leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
