@@ -83,6 +83,23 @@ def test_nothing_to_look_at_is_refused() -> None:
     assert run("/nowhere/file.json").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--bisect"], "--bisect"),
+        (["--bisect", "--model", "m"], "--bisect"),
+        (["--model", "m"], "--model"),
+        (["--prompt-tokens", "1024"], "--prompt-tokens"),  # as without it, and yet of no use
+        (["--codec", "raw", "--device", "cpu"], "--codec, --device"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(report: Path, options: list[str], named: str) -> None:
+    result = run(str(report), *options)
+    assert result.exit_code == 2 and result.stdout == ""
+    (got,) = (line for line in result.stderr.splitlines() if line.startswith("  got: "))
+    assert got == (f"  got: {report} and --bisect" if "--bisect" in options else f"  got: {named}")
+
+
 # ---- bisect
 
 

@@ -58,6 +58,8 @@ def test_a_preset_is_filled_in_and_options_win(chosen: list[Serving]) -> None:
         (["--block-size", "17"], "a multiple of 16"),
         (["--api-key", ""], "not empty"),
         (["--max-body", "0"], "limits of at least 1"),
+        (["--cold-cap", "5GB"], "--cold FOLDER beside it"),
+        (["--cold-cap", "no size"], "--cold FOLDER beside it"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(chosen: list[Serving], options: list[str], message: str) -> None:

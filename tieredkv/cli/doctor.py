@@ -25,11 +25,18 @@ from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.errors import ConfigError
 from tieredkv.stats import CacheStats
 
+_OF_BISECT = ("model", "document", "prompt_tokens", "new_tokens", "codec", "dtype", "device")
+"""What a file of figures has no use for."""
+
+_TYPED = "COMMANDLINE"
+"""Where an option comes from that the user gave."""
+
 _STYLES = {"fault": "red", "limit": "yellow", "note": "dim"}
 
 
 @errors_told()
 def doctor(
+    context: typer.Context,
     report: Annotated[
         Path | None, typer.Argument(help="What `cache.stats().to_json()` or `tieredkv demo --json` wrote.")
     ] = None,
@@ -50,6 +57,7 @@ def doctor(
     Exit code 0: said, and with --bisect nothing departs that must not; 1: it does; 2: it cannot be run.
     """
     console = terminal()
+    _check_uses(context, report, bisect_)
     if not bisect_:
         findings = explain(read_stats(report))
         _show_findings(findings, console, as_json)
@@ -62,6 +70,31 @@ def doctor(
     _show_stages(stages, console, as_json)
     if any(stage.departs and stage.lossless for stage in stages):
         raise typer.Exit(1)
+
+
+def _check_uses(context: typer.Context, report: Path | None, bisect_: bool) -> None:
+    """Refuse what would be left without effect.
+
+    Raises:
+        ConfigError: a file beside --bisect, or an option of --bisect without it.
+    """
+    if bisect_ and report is not None:
+        raise ConfigError(
+            "--bisect runs a model, and reads no file.",
+            wanted="a file, or --bisect",
+            got=f"{report} and --bisect",
+            change="leave one of them out",
+        )
+    sources = {name: context.get_parameter_source(name) for name in _OF_BISECT}
+    # By name: newer versions of typer have a ParameterSource of their own, and older ones have click's.
+    given = [f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name == _TYPED]
+    if given and not bisect_:
+        raise ConfigError(
+            "An option that is of use with --bisect only.",
+            wanted="--bisect beside it, or a file alone",
+            got=", ".join(given),
+            change="add --bisect and leave out the file, or leave out the option",
+        )
 
 
 def read_stats(path: Path | None) -> CacheStats:

@@ -19,6 +19,7 @@ from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.config import CacheSettings, ColdSettings, parse_bytes
 from tieredkv.device import device_for
 from tieredkv.durable import DurableSettings
+from tieredkv.errors import ConfigError
 from tieredkv.kv_store import KVStore
 from tieredkv.serving import Engine, EngineSettings, Room, preset
 from tieredkv.serving.endpoint import EndpointSettings, build, engine_settings_for, need_packages
@@ -26,6 +27,7 @@ from tieredkv.serving.memory import fill_memory
 from tieredkv.sizing import format_bytes
 
 _UTILIZATION = ("--memory-utilization", "--gpu-memory-utilization")
+_WARM = "a quarter of free memory; on a CPU with hot open, a third of what utilization leaves"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.", min=1)] = 64,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 128,
     hot: Annotated[str | None, typer.Option(help='"2GiB" or "4096 tokens".', show_default="by utilization")] = None,
-    warm: Annotated[str | None, typer.Option(help="The same forms.", show_default="a quarter of free memory")] = None,
+    warm: Annotated[str | None, typer.Option(help="The same forms.", show_default=_WARM)] = None,
     cold: Annotated[Path | None, typer.Option(help="Folder; prefixes are kept there.", show_default="none")] = None,
     cold_cap: Annotated[str | None, typer.Option(help="Most bytes of it.", show_default="what the disk has")] = None,
     window: Annotated[int | None, typer.Option(help="Recent tokens that stay hot.", show_default="2048")] = None,
@@ -85,6 +87,13 @@ def serve(
 
     Exit code 0: stopped by a signal; 2: it cannot be served.
     """
+    if cold is None and cold_cap is not None:
+        raise ConfigError(
+            "There is no folder that --cold-cap would limit.",
+            wanted="--cold FOLDER beside it",
+            got=f"--cold-cap {cold_cap} alone",
+            change="give --cold too, or neither",
+        )
     cache, engine = CacheSettings(), EngineSettings()
     if choose is not None:
         cache, engine = preset(choose, cache, engine)

@@ -40,6 +40,10 @@ class RequestHandle:
     Args:
         number: of the request.
         prompt_tokens: length of its prompt.
+
+    Attributes:
+        waits_for: what keeps it from going on, in words, or None while nothing does; it changes at any time.
+        error: why it ended with `Finish.ERROR`, else None. It is set when `finish` is.
     """
 
     def __init__(self, number: int, prompt_tokens: int) -> None:
