@@ -16,9 +16,9 @@ import torch
 
 from benchmarks import harness, shapes
 from benchmarks.capacity import CHAT, Length, lengths
-from benchmarks.decode import step_of, two_models
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
+from benchmarks.shapes import step_of, two_models
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.block import Block
 from tieredkv.block_table import BlockTable

@@ -8,7 +8,6 @@ Both caches in one run, the same weights and the same contents, interleaved roun
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import tempfile
 import time
@@ -21,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import decode_cuda, harness, shapes, shapes_of_load
 from benchmarks.harness import Row
+from benchmarks.shapes import step_of, two_models
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens
 from tieredkv.hf import seam
@@ -34,21 +34,6 @@ class Attention(torch.nn.Module):
     def __init__(self, group: int, config: Any = None) -> None:
         super().__init__()
         self.num_key_value_groups, self.is_causal, self.config = group, True, config
-
-
-def step_of(model: Any, cache: DynamicCache) -> Callable[[], Any]:
-    """One decode step."""
-    token = torch.zeros((1, 1), dtype=torch.int64)
-    return lambda: model(token, cache=cache)
-
-
-def two_models(config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(SDPA, attention over blocks), the same weights."""
-    stock = shapes.model_of(config, dtype)
-    ours = copy.deepcopy(stock)
-    stock.set_attn_implementation("sdpa")
-    ours.set_attn_implementation("tieredkv")
-    return stock, ours
 
 
 def compare_steps(tokens: int, dtype: torch.dtype, rounds: int) -> tuple[float, dict[str, Any]]:

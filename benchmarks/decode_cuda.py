@@ -19,6 +19,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from benchmarks import harness, shapes
 from benchmarks.harness import Row
+from benchmarks.shapes import step_of, two_models, wait
 from tieredkv import CacheSettings, TieredCache
 
 BUDGET_SECONDS = 8 * 60
@@ -60,33 +61,6 @@ class Clock:
     def left_seconds(self) -> float:
         """Until the budget ends."""
         return BUDGET_SECONDS - RESERVE_SECONDS - (time.monotonic() - self._started)
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def step_of(model: Any, cache: DynamicCache, device: torch.device) -> Callable[[], Any]:
-    """One decode step, done when it returns."""
-    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-
-    def step() -> Any:
-        out = model(token, cache=cache)
-        wait(device)
-        return out
-
-    return step
-
-
-def models(config: LlamaConfig, scale: Scale) -> tuple[Any, Any]:
-    """(SDPA, attention over blocks) over the same weights in the same memory."""
-    with scale.device:
-        stock = shapes.model_of(config, scale.dtype)
-    ours = copy.deepcopy(stock, {id(weight): weight for weight in stock.parameters()})
-    stock.set_attn_implementation("sdpa")
-    return stock, ours
 
 
 def streamed_cache(model: Any) -> TieredCache:
@@ -154,7 +128,7 @@ def pinned_bandwidth(scale: Scale) -> float:
 def windows(scale: Scale, name: str, tokens: int, bandwidth: float) -> Iterator[Row]:
     """Window sizes at one context: step over the larger of compute and transfer, whichever bounds it."""
     config = scale.configs[name]
-    stock_model, our_model = models(config, scale)
+    stock_model, our_model = two_models(config, scale.dtype, scale.device)
     token_bytes = 2 * config.num_key_value_heads * config.head_dim * scale.dtype.itemsize * config.num_hidden_layers
     stock = DynamicCache(config=config)
     shapes.fill(stock, config, tokens, scale.dtype, device=scale.device)
@@ -208,7 +182,7 @@ def windows(scale: Scale, name: str, tokens: int, bandwidth: float) -> Iterator[
 def offloaded(scale: Scale, name: str, tokens: int) -> Iterator[Row]:
     """Tokens a second over transformers' offloaded cache, a window of 2,048 hot."""
     config = scale.configs[name]
-    stock_model, our_model = models(config, scale)
+    stock_model, our_model = two_models(config, scale.dtype, scale.device)
     peer = DynamicCache(config=config, offloading=scale.device.type == "cuda")
     shapes.fill(peer, config, tokens, scale.dtype, device=scale.device)
     window = min(2048, tokens // 2)
@@ -233,7 +207,7 @@ def offloaded(scale: Scale, name: str, tokens: int) -> Iterator[Row]:
 def verification(scale: Scale, name: str, tokens: int) -> Iterator[Row]:
     """What verify="always" costs where everything outside the window is streamed from warm."""
     config = scale.configs[name]
-    _, model = models(config, scale)
+    _, model = two_models(config, scale.dtype, scale.device)
     seconds = {}
     for verify in ("off", "always"):
         settings = CacheSettings(verify=verify, read_in_place=False)
@@ -250,7 +224,7 @@ def verification(scale: Scale, name: str, tokens: int) -> Iterator[Row]:
 def longest(scale: Scale, name: str) -> Iterator[Row]:
     """Device bytes at the longest context with a window of 1,024."""
     config = scale.configs[name]
-    _, model = models(config, scale)
+    _, model = two_models(config, scale.dtype, scale.device)
     with TieredCache(model, hot="5120 tokens", warm=f"{scale.longest + 2048} tokens", window=1024) as cache:
         shapes.fill(cache, config, scale.longest, scale.dtype, device=scale.device)
         step = step_of(model, cache, scale.device)

@@ -23,6 +23,8 @@ import transformers
 
 from benchmarks import plots
 from benchmarks.plots import Chart
+from tieredkv.loadtest.markdown import number
+from tieredkv.loadtest.plots import can_draw
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -156,7 +158,7 @@ def write(question: str, rows: Sequence[Row], folder: Path = RESULTS, charts: Se
     stem.with_suffix(".json").write_text(json.dumps(record, indent=2, default=str) + "\n")
     lines = [f"# {question}", "", ", ".join(f"{name} {value}" for name, value in env.items()), "", *table(rows)]
     for chart in charts:
-        if plots.can_draw():
+        if can_draw():
             picture = stem.with_name(f"{stem.name}_{chart.name}.png")
             plots.draw(chart, picture)
             lines += ["", f"![{chart.title}]({picture.name})"]
@@ -171,11 +173,6 @@ def table(rows: Sequence[Row]) -> list[str]:
         reached = {True: "yes", False: "**no**", None: ""}[row.reached]
         lines.append(f"| {row.measure} | {number(row.value)} {row.unit} | {row.must} | {reached} |")
     return lines
-
-
-def number(value: float) -> str:
-    """Three digits, without an exponent where it can be read."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def answer(question: str, description: str | None, figures: Callable[[bool], tuple[list[Row], list[Chart]]]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks import harness, plots
 from benchmarks.harness import RESULTS, Row
 from benchmarks.plots import Chart
+from tieredkv.loadtest.plots import can_draw
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES, README = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures", ROOT / "README.md"
@@ -137,7 +138,7 @@ def readme(text: str, results: Iterable[Result]) -> str:
 
 def draw(results: Iterable[Result]) -> None:
     """Every chart, where matplotlib is installed."""
-    if not plots.can_draw():
+    if not can_draw():
         print("matplotlib is not installed: charts are left as they were")
         return
     PICTURES.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tieredkv.loadtest.plots import empty_figure, name_axes
 
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#6c4f9c", "#8d6b4b", "#3aa6b9", "#555555")
 DASHES = ("-", "--", "-.", ":")
@@ -36,20 +37,13 @@ class Chart:
     marks: bool = True
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed: `pip install tieredkv[plots]`."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def draw(chart: Chart, path: Path) -> None:
     """Write a chart as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    figure = Figure(figsize=(8, 4.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure = empty_figure()
+    x_label = chart.x_label if not chart.note else f"{chart.x_label}\n\n{chart.note}"
+    axes = name_axes(figure.add_subplot(), chart.title, x_label, chart.y_label)
     for index, (name, points) in enumerate(chart.series.items()):
         xs, ys = [x for x, _ in points], [y for _, y in points]
         colour, dash = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
@@ -62,9 +56,5 @@ def draw(chart: Chart, path: Path) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.set_title(chart.title, fontsize=11, loc="left")
-    axes.set_xlabel(chart.x_label if not chart.note else f"{chart.x_label}\n\n{chart.note}", fontsize=9)
-    axes.set_ylabel(chart.y_label, fontsize=9)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Software": None})

@@ -21,6 +21,7 @@ from benchmarks import serving_speed as speed
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
 from benchmarks.serving_load import Subject, small, smollm2
+from tieredkv.loadtest.markdown import number
 
 Measured = tuple[list[Row], list[Chart]]
 
@@ -93,7 +94,7 @@ def figures(quick: bool, only: list[str] | None = None) -> Measured:
         charts += drawn
         if only:
             for row in more:
-                print(row.measure, harness.number(row.value), row.unit, row.must, row.detail, flush=True)
+                print(row.measure, number(row.value), row.unit, row.must, row.detail, flush=True)
     return rows, charts
 
 

@@ -1,13 +1,17 @@
-"""Models by their shape, with random weights, and caches filled without a prefill."""
+"""Models by their shape, with random weights, caches filled without a prefill, and a decode step of both."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tieredkv import TieredCache
+
+CPU = torch.device("cpu")
 
 
 def smollm2_config(layers: int = 30) -> LlamaConfig:
@@ -57,6 +61,34 @@ def model_of(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     """A model with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval().to(dtype)
+
+
+def two_models(config: LlamaConfig, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Any, Any]:
+    """(SDPA, attention over blocks) over the same weights, in the same memory."""
+    with device:
+        stock: Any = model_of(config, dtype)
+    ours = copy.deepcopy(stock, {id(weight): weight for weight in stock.parameters()})
+    stock.set_attn_implementation("sdpa")
+    ours.set_attn_implementation("tieredkv")
+    return stock, ours
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step_of(model: Any, cache: DynamicCache, device: torch.device = CPU) -> Callable[[], Any]:
+    """One decode step, done when it returns."""
+    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+
+    def step() -> Any:
+        out = model(token, cache=cache)
+        wait(device)
+        return out
+
+    return step
 
 
 def fill(

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks import harness, shapes
-from benchmarks.decode import Attention, step_of, two_models
+from benchmarks.decode import Attention
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
+from benchmarks.shapes import step_of, two_models
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.block import Block
 from tieredkv.checksum import Checksummer

@@ -18,15 +18,9 @@ from tieredkv.serving import Engine, EngineSettings, Finish, RequestHandle
 from tieredkv.serving.request import Request
 from tieredkv.serving.runner import Runner
 
+from .prompts import greedy, prompt
+
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def greedy(tokens: int) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support import DIM, audit_store, tiny
 from transformers import GenerationConfig
 
@@ -11,15 +10,9 @@ import tieredkv
 from tieredkv.errors import ConfigError
 from tieredkv.serving import Engine, EngineSettings, Finish, Timings
 
+from .prompts import greedy, prompt
+
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def greedy(tokens: int, **more: object) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0, **more)
 
 
 @pytest.mark.parametrize(

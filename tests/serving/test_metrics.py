@@ -8,23 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import tiny
-from transformers import GenerationConfig
 
 import tieredkv
 from tieredkv.serving import Engine, EngineSettings
 
 from .endpoint.conftest import needs_packages
+from .prompts import greedy, prompt
 
 pytestmark = [needs_packages, pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")]
 
 DASHBOARD = Path(__file__).parents[2] / "integrations" / "serving" / "grafana.json"
-NEW = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+NEW = greedy(40)
 
 
 def values(metrics: Any) -> dict[str, float]:

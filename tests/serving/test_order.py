@@ -16,14 +16,12 @@ from tieredkv.serving import RequestHandle
 from tieredkv.serving.order import PromptPace, next_to_prefill
 from tieredkv.serving.request import Request
 
+from .prompts import prompt
+
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 
 BLOCK = 16
 _numbers = itertools.count()
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def request(ids: list[int], salt: str = "", priority: int = 0) -> Request:

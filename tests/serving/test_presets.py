@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support import audit_store, tiny
-from transformers import GenerationConfig
 
 import tieredkv
 from tieredkv.errors import ConfigError
 from tieredkv.serving import Engine, EngineSettings, preset
 
+from .prompts import greedy, prompt
+
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-NEW = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+NEW = greedy(20)
 
 
 def test_a_preset_changes_only_what_it_is_about() -> None:

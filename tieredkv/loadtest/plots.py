@@ -31,13 +31,14 @@ def draw(report: Report, folder: Path) -> list[str]:
     }
     names = [name for name, (there, _) in pictures.items() if there]
     for name in names:
-        figure = _figure()
+        figure = empty_figure()
         pictures[name][1](report, figure)
         figure.savefig(folder / name, metadata={"Software": None})
     return names
 
 
-def _figure() -> Any:
+def empty_figure() -> Any:
+    """A figure that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,7 +47,8 @@ def _figure() -> Any:
     return figure
 
 
-def _axes(place: Any, title: str, x_label: str, y_label: str) -> Any:
+def name_axes(place: Any, title: str, x_label: str, y_label: str) -> Any:
+    """The axes with their names, and lines to read values by."""
     place.set_title(title, fontsize=11, loc="left")
     place.set_xlabel(x_label, fontsize=9)
     place.set_ylabel(y_label, fontsize=9)
@@ -60,9 +62,9 @@ def _line(axes: Any, points: Sequence[tuple[float, float]], label: str, **style:
 
 def _over_time(report: Report, figure: Any) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
-    _axes(above, "Requests at once", "", "requests")
+    name_axes(above, "Requests at once", "", "requests")
     _line(above, report.concurrency, "requests", drawstyle="steps-post")
-    _axes(below, "Pieces of answers", "seconds", "a second")
+    name_axes(below, "Pieces of answers", "seconds", "a second")
     _line(below, report.throughput, "pieces")
     for axes in (above, below):
         axes.set_ylim(bottom=0)
@@ -71,16 +73,16 @@ def _over_time(report: Report, figure: Any) -> None:
 def _lengths(report: Report, figure: Any) -> None:
     whole = [request for request in report.requests if request["error"] is None]
     for axes, name in zip(figure.subplots(1, 2), ("prompt", "answer"), strict=True):
-        _axes(axes, f"Tokens of {name}s", "tokens", "requests")
+        name_axes(axes, f"Tokens of {name}s", "tokens", "requests")
         axes.hist([request[f"{name}_tokens"] for request in whole if request[f"{name}_tokens"] is not None], bins=30)
 
 
 def _latency(report: Report, figure: Any) -> None:
     first = sorted(r["first_token_seconds"] for r in report.requests if r["first_token_seconds"] is not None)
     left, right = figure.subplots(1, 2)
-    _axes(left, "Time to first token", "seconds", "share of requests")
+    name_axes(left, "Time to first token", "seconds", "share of requests")
     _line(left, [(value, (index + 1) / len(first)) for index, value in enumerate(first)], "first token")
-    _axes(right, "Percentiles", "", "seconds")
+    name_axes(right, "Percentiles", "", "seconds")
     for name, spread in (
         ("first token", report.whole.first_token_seconds),
         ("between tokens", report.whole.between_tokens_seconds),
@@ -93,9 +95,9 @@ def _latency(report: Report, figure: Any) -> None:
 
 def _parts(report: Report, figure: Any) -> None:
     left, right = figure.subplots(1, 2)
-    _axes(left, "Throughput", "requests at once", "answer tokens/s")
+    name_axes(left, "Throughput", "requests at once", "answer tokens/s")
     _line(left, [(p.concurrency or 0, p.answer_tokens_per_second) for p in report.parts], "tokens/s", marker="o")
-    _axes(right, "Time between tokens", "requests at once", "seconds")
+    name_axes(right, "Time between tokens", "requests at once", "seconds")
     for name in ("p50", "p90", "p99"):
         values = [(p.concurrency or 0, getattr(p.between_tokens_seconds, name)) for p in report.parts]
         _line(right, [(at, value) for at, value in values if value is not None], name, marker="o")
@@ -103,7 +105,7 @@ def _parts(report: Report, figure: Any) -> None:
 
 
 def _memory(report: Report, figure: Any) -> None:
-    axes = _axes(figure.subplots(), "Memory of the server", "seconds", "MiB")
+    axes = name_axes(figure.subplots(), "Memory of the server", "seconds", "MiB")
     for name, points in (
         ("keys and values", report.server.kv_bytes),
         ("on the device, most so far", report.server.device_bytes),
