@@ -49,7 +49,7 @@ def demo(
         int | None, typer.Option(help="Tokens of a block.", show_default="128, less where hot is small")
     ] = None,
     verify: Annotated[str, typer.Option(help="Compare checksums: always, first or off.")] = "always",
-    kernel: Annotated[str, typer.Option(help="auto, native, flex, flash or plain.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="auto, native, flex or flash.")] = "auto",
     attention: Annotated[str, typer.Option(help="blocks, or gather for any other attention.")] = "blocks",
     document: Annotated[
         Path | None, typer.Option(help="Text file.", show_default="Python's documentation, in Python")
