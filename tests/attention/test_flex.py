@@ -15,7 +15,7 @@ import torch
 from torch._inductor.choices import InductorChoices
 from torch.nn.functional import scaled_dot_product_attention
 
-from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket, runs
+from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket
 from tieredkv.attention.kernels import options_for
 from tieredkv.errors import ConfigError, MismatchError
 from tieredkv.reference import attend
@@ -287,7 +287,5 @@ def test_the_mask_of_the_tiles_is_complete_by_itself(kernels: FlexKernels) -> No
     assert torch.equal(seen.view_as(expected), expected)
 
 
-def test_runs_and_buckets() -> None:
-    assert list(runs([4, 5, 6, 2, 3, 9, 8])) == [(0, 4, 3), (3, 2, 2), (5, 9, 1), (6, 8, 1)]
-    assert list(runs([])) == []
+def test_buckets() -> None:
     assert [rows_bucket(rows) for rows in (1, 2, 3, 4, 5, 16, 17)] == [1, 2, 4, 4, 8, 16, 32]

@@ -216,6 +216,7 @@ def test_threads_share_a_pool() -> None:
         ([7, 8, 9, 2], [(0, 7, 3), (3, 2, 1)]),
         ([3, 2, 1], [(0, 3, 1), (1, 2, 1), (2, 1, 1)]),
         ([0, 1, 3, 4, 5], [(0, 0, 2), (2, 3, 3)]),
+        ([4, 5, 6, 2, 3, 9, 8], [(0, 4, 3), (3, 2, 2), (5, 9, 1), (6, 8, 1)]),
     ],
 )
 def test_neighbouring_slots_are_joined(slots: list[int], wanted: list[tuple[int, int, int]]) -> None:

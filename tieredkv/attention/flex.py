@@ -5,12 +5,12 @@ dim]` is seen without a copy as `[1, 1, kv_heads * slots * block, dim]`, and a b
 `head * slots + slot`. Block lists and bounds are tensors that are updated in place once per forward and serve every
 layer.
 
-Imports: torch, errors and the attention package.
+Imports: torch, errors, tiers and the attention package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,9 @@ from tieredkv.attention.kernels import FlexKernels, Result
 from tieredkv.attention.lse import Partial, cat_rows, merge_partials
 from tieredkv.attention.partials import over_run_parts
 from tieredkv.errors import ConfigError, MismatchError
+from tieredkv.tiers import runs
 
-__all__ = ["FlexKernels", "FlexTiles", "TileRow", "rows_bucket", "runs"]
+__all__ = ["FlexKernels", "FlexTiles", "TileRow", "rows_bucket"]
 
 Q_BLOCK = 128
 """Queries per block of the block mask: one row's group times its query length must fit."""
@@ -306,15 +307,6 @@ class FlexTiles:
                 bias = (torch.arange(low, high, device=q.device) < ends)[None, None]  # [1, 1, q, tokens]
             parts += over_run_parts(q, k[:, keys], v[:, keys], scale=scale, bias=bias)
         return merge_partials(parts)
-
-
-def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring slots in one stretch: (index of its first block, its first slot, how many blocks)."""
-    begin = 0
-    for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            yield begin, slots[begin], index - begin
-            begin = index
 
 
 class _Arrays(NamedTuple):

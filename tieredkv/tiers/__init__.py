@@ -5,11 +5,11 @@ Imports: its own modules.
 
 from __future__ import annotations
 
-from tieredkv.tiers.base import Empty, Role, Tier, copy_blocks, runs, slot_bytes
+from tieredkv.tiers.base import Empty, Role, SlotRun, Tier, copy_blocks, runs, slot_bytes
 from tieredkv.tiers.cold import ColdTier, blocks_per_file, cold_bytes
 from tieredkv.tiers.hot import HotTier
 from tieredkv.tiers.populate import Populating
-from tieredkv.tiers.rows import pack_rows, row_bytes, unpack_rows
+from tieredkv.tiers.rows import check_rows, pack_rows, row_bytes, unpack_rows
 from tieredkv.tiers.slots import SlotPool
 from tieredkv.tiers.warm import WarmTier
 
@@ -20,9 +20,11 @@ __all__ = [
     "Populating",
     "Role",
     "SlotPool",
+    "SlotRun",
     "Tier",
     "WarmTier",
     "blocks_per_file",
+    "check_rows",
     "cold_bytes",
     "copy_blocks",
     "pack_rows",

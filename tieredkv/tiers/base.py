@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,17 +22,27 @@ from tieredkv.tiers.slots import SlotPool
 Role = Literal["hot", "packed", "warm", "cold"]
 
 
-def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Join neighbouring slots: `[7, 8, 9, 2]` → `[(0, 7, 3), (3, 2, 1)]`.
+class SlotRun(NamedTuple):
+    """Neighbouring slots of a list.
 
-    Returns:
-        Ascending runs in the order of `slots`, each (index of its first slot in `slots`, that slot, length).
+    Args:
+        at: where the first of them stands in the list.
+        start: that slot.
+        length: how many there are.
     """
-    joined: list[tuple[int, int, int]] = []
+
+    at: int
+    start: int
+    length: int
+
+
+def runs(slots: Sequence[int]) -> list[SlotRun]:
+    """Join neighbouring slots, in their order: `[7, 8, 9, 2]` → `[(0, 7, 3), (3, 2, 1)]`."""
+    joined: list[SlotRun] = []
     begin = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            joined.append((begin, slots[begin], index - begin))
+            joined.append(SlotRun(begin, slots[begin], index - begin))
             begin = index
     return joined
 
@@ -110,13 +120,13 @@ class Tier(ABC):
         """How many blocks can be allocated and written now."""
         return self.slots.free
 
-    def runs(self, slots: Sequence[int]) -> list[tuple[int, int, int]]:
+    def runs(self, slots: Sequence[int]) -> list[SlotRun]:
         """`runs`, also split where the tier's memory is not contiguous; each is good for `run`.
 
         Raises:
             MismatchError: a slot is outside the tier.
         """
-        parts: list[tuple[int, int, int]] = []
+        parts: list[SlotRun] = []
         for index, start, length in runs(slots):
             if start < 0 or start + length > self.slots.total:
                 raise MismatchError(
@@ -127,7 +137,7 @@ class Tier(ABC):
                 )
             while length:
                 part = min(length, self._border(start) - start)
-                parts.append((index, start, part))
+                parts.append(SlotRun(index, start, part))
                 index, start, length = index + part, start + part, length - part
         return parts
 

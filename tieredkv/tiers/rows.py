@@ -2,7 +2,7 @@
 
 A row is one block of one layer: for each plane in order, `[kv_heads, *inner]` contiguous.
 
-Imports: block only.
+Imports: block, errors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tieredkv.block import Plane, Planes
+from tieredkv.errors import MismatchError
 
 LEAST_PIECE_BYTES = 2048
 """Below this, naming a piece of memory to the system costs more than copying it once more."""
@@ -24,6 +25,21 @@ LEAST_PIECE_BYTES = 2048
 def row_bytes(planes: Sequence[Plane]) -> int:
     """Bytes of one block of a layer."""
     return sum(plane.block_bytes for plane in planes)
+
+
+def check_rows(rows: torch.Tensor, shape: tuple[int, ...], layer: int) -> None:
+    """Refuse what is not contiguous uint8 of this shape on the CPU: rows of a layer, `[n, row_bytes]` or one of them.
+
+    Raises:
+        MismatchError: it is something else.
+    """
+    if rows.shape != shape or rows.dtype != torch.uint8 or not rows.is_contiguous() or not rows.is_cpu:
+        raise MismatchError(
+            f"These are not the rows of layer {layer} that were asked for.",
+            wanted=f"contiguous uint8 {shape} on cpu",
+            got=f"{'' if rows.is_contiguous() else 'strided '}{rows.dtype} {tuple(rows.shape)} on {rows.device}",
+            change="give rows of this size, packed as tiers.rows does",
+        )
 
 
 def pack_rows(spec: Sequence[Plane], planes: Planes, rows: torch.Tensor) -> None:
