@@ -167,7 +167,7 @@ def test_a_write_that_fails_is_told_once_and_the_generation_goes_on(
 
     with small(model, cold_dir, hot="160 tokens", warm=0) as cache:
         feed(model, ids[:, :16], cache)
-        monkeypatch.setattr("os.pwrite", full)
+        monkeypatch.setattr("os.pwritev", full)
         monkeypatch.setattr("os.posix_fallocate", full, raising=False)
         with caplog.at_level(logging.WARNING):
             rest = feed(model, ids[:, 16:], cache, [1] * 74)

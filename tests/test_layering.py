@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tieredkv"
 
 LAYERS = """
-    errors config stats compiler
+    errors config stats compiler files
     block checksum_native checksum codecs sizing device
     tiers eviction durable loadtest block_table
     plan placement

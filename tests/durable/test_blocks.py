@@ -278,7 +278,7 @@ def test_what_rows_raises_is_passed_on_and_nothing_is_left(cold_dir: Path) -> No
 
     with pytest.raises(ColdTierError, match="lost"):
         store.publish(records, rows)
-    with pytest.raises(MismatchError, match="not a row"):
+    with pytest.raises(MismatchError, match="not the rows"):
         store.publish(records, lambda i, layer: torch.zeros(3, dtype=torch.uint8))
     assert [path for path in cold_dir.rglob("*") if path.is_file()] == [cold_dir / "durable" / "lock"]
     assert store.stats().failures == 0

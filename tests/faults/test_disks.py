@@ -48,7 +48,7 @@ def test_a_disk_that_takes_nothing_more(
         first = feed(model, ids[:, :120], cache)
         cache.demote("cold")
         assert "cold" in locations(cache)
-        for name in ("pwrite", "posix_fallocate"):
+        for name in ("pwritev", "posix_fallocate"):
             monkeypatch.setattr(os, name, failing(code))
         with caplog.at_level(logging.WARNING):
             rest = feed(model, ids[:, 120:], cache, [1] * 140)

@@ -111,9 +111,9 @@ def test_one_layer_of_neighbours_is_one_read(tier: ColdTier, monkeypatch: pytest
 
 def test_short_writes_and_reads_are_carried_on(tier: ColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = tier.slots.allocate_many(5)
-    pwrite, preadv = os.pwrite, os.preadv
+    pwritev, preadv = os.pwritev, os.preadv
     fill(tier, slots)
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:100], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, data, offset: pwritev(fd, [data[0][:100]], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, data, offset: preadv(fd, [data[0][:77]], offset))
     assert holds(tier, slots, fill(tier, slots))
 
@@ -348,7 +348,7 @@ def test_a_truncated_file_is_an_error(tier: ColdTier) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate", "open"])
+@pytest.mark.parametrize("call", ["pwritev", "preadv", "posix_fallocate", "open"])
 def test_a_failing_call_is_a_typed_error_and_leaves_nothing_half_made(
     tier: ColdTier, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:

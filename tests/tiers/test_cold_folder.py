@@ -144,12 +144,12 @@ def test_a_folder_swept_while_it_is_made_is_made_again(
 ) -> None:
     swept: list[int] = []
     sweepers: list[int] = []
-    real_open, real_lock = os.open, cold_folder._try_lock
+    real_open, real_lock = os.open, cold_folder.try_lock
 
     def sweep() -> None:
         swept.append(1)
         monkeypatch.setattr(os, "open", real_open)
-        monkeypatch.setattr(cold_folder, "_try_lock", real_lock)
+        monkeypatch.setattr(cold_folder, "try_lock", real_lock)
         assert SpillFolder(cold_dir).swept == 1
 
     def sweep_then_open(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -162,7 +162,7 @@ def test_a_folder_swept_while_it_is_made_is_made_again(
             sweep()
         else:  # the sweeper holds the lock and has not removed the folder yet
             swept.append(1)
-            monkeypatch.setattr(cold_folder, "_try_lock", real_lock)
+            monkeypatch.setattr(cold_folder, "try_lock", real_lock)
             [folder] = cold_dir.iterdir()
             sweepers.append(real_open(folder / LOCK_NAME, os.O_RDWR))
             fcntl.flock(sweepers[0], fcntl.LOCK_EX)
@@ -171,7 +171,7 @@ def test_a_folder_swept_while_it_is_made_is_made_again(
     if moment == "before the lock file":
         monkeypatch.setattr(os, "open", sweep_then_open)
     else:
-        monkeypatch.setattr(cold_folder, "_try_lock", sweep_then_lock)
+        monkeypatch.setattr(cold_folder, "try_lock", sweep_then_lock)
     made = SpillFolder(cold_dir)
     assert swept == [1]
     assert (made.path / LOCK_NAME).exists()

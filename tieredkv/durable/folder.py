@@ -8,7 +8,7 @@
 A temporary file has its final size from the start, so that every process that counts sees what is promised already. A
 folder's time of change tells whether it must be listed again. Nothing here reads the clock.
 
-Imports: nothing of the package.
+Imports: files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tieredkv.files import sync_folder, take_lock, try_lock
 
 ROOT = "durable"
 QUARANTINE = "quarantine"
@@ -96,7 +98,7 @@ class DurableFolder:
         path = self.temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
-            _take_lock(descriptor)
+            take_lock(descriptor)
             os.ftruncate(descriptor, file_bytes)
         except OSError:
             abandon(path, descriptor)
@@ -196,7 +198,7 @@ def locked(root: Path) -> Iterator[None]:
     """One process at a time makes room below `root`; the lock ends with the process that holds it."""
     lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        _take_lock(lock)
+        take_lock(lock)
         yield
     finally:
         os.close(lock)
@@ -231,15 +233,6 @@ def make_folder(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def abandon(temporary: Path, descriptor: int) -> None:
     """Remove a temporary file that will not be finished; a sweep finds what cannot be removed now."""
     with suppress(OSError):
@@ -272,21 +265,16 @@ def _listed(folder: str) -> Iterator[tuple[str, Seen]]:
                     yield entry.name, Seen.of(entry.path, entry.stat(follow_symlinks=False))
 
 
-def _take_lock(descriptor: int, *, wait: bool = True) -> None:
-    import fcntl  # POSIX only; the package must import elsewhere too
-
-    fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def _is_swept(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # finished meanwhile, or another user's
         return False
     try:
-        _take_lock(descriptor, wait=False)
+        if not try_lock(descriptor):  # its writer lives
+            return False
         os.unlink(path)
-    except OSError:  # its writer lives
+    except OSError:
         return False
     finally:
         os.close(descriptor)

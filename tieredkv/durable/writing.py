@@ -1,11 +1,10 @@
 """Publishing: blocks that follow each other go into one file, written aside and renamed when it is on the disk.
 
-Imports: errors, durable.{folder,format,identity,room,settings,shelf}.
+Imports: errors, files, tiers, durable.{folder,format,identity,room,settings,shelf}.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +16,9 @@ from tieredkv.durable.identity import BlockRecord, Identity
 from tieredkv.durable.room import Room
 from tieredkv.durable.settings import DurableSettings
 from tieredkv.durable.shelf import Shelf
-from tieredkv.errors import ConfigError, MismatchError, TieredKVError
+from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.files import write_at
+from tieredkv.tiers import check_rows
 
 Rows = Callable[[int, int], torch.Tensor]
 
@@ -26,8 +27,6 @@ TARGET_FILE_BYTES = 32 << 20
 MAX_FILE_BLOCKS = 64
 # A cap is kept by dropping whole files: with fewer of them, much would go at once.
 LEAST_FILES_IN_CAP = 8
-
-_MOST_BUFFERS = 512
 
 
 def smallest_file_bytes(identity: Identity) -> int:
@@ -111,9 +110,9 @@ class Publisher:
             return False
         temporary, descriptor = begun
         try:
-            _write_all(descriptor, [memoryview(header)], 0)
+            write_at(descriptor, [memoryview(header)], 0)
             for layer in range(len(shelf.identity.layers)):
-                _write_all(descriptor, [self._row(rows, i, layer) for i in group], file.offset(layer, 0))
+                write_at(descriptor, [self._row(rows, i, layer) for i in group], file.offset(layer, 0))
             shelf.folder.finish(temporary, descriptor, file.name)
         except BaseException:
             abandon(temporary, descriptor)
@@ -133,26 +132,9 @@ class Publisher:
 
     def _row(self, rows: Rows, i: int, layer: int) -> memoryview:
         row = rows(i, layer)
-        wanted = (self._shelf.identity.row_bytes[layer],)
-        if row.shape != wanted or row.dtype != torch.uint8 or not row.is_contiguous() or not row.is_cpu:
-            raise MismatchError(
-                f"This is not a row of layer {layer}.",
-                wanted=f"contiguous uint8 {wanted} on cpu",
-                got=f"{row.dtype} {tuple(row.shape)} on {row.device}",
-                change="pack blocks with tiers.rows",
-            )
+        check_rows(row, (self._shelf.identity.row_bytes[layer],), layer)
         return row.numpy().data
 
 
 def _follows(record: BlockRecord, before: BlockRecord) -> bool:
     return record.parent == before.hash and record.salt == before.salt
-
-
-def _write_all(descriptor: int, buffers: list[memoryview], offset: int) -> None:
-    while buffers:
-        written = os.pwritev(descriptor, buffers[:_MOST_BUFFERS], offset)
-        offset += written
-        while buffers and written >= len(buffers[0]):
-            written -= len(buffers.pop(0))
-        if written:
-            buffers[0] = buffers[0][written:]

@@ -3,7 +3,7 @@
 The layout is that of safetensors, so that other tools can look inside. The last tensor is the SHA-256 of everything
 before it. Tensors are written one after the other as they come, so that never all of them are in memory.
 
-Imports: errors.
+Imports: errors, files.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tieredkv.errors import SessionError
+from tieredkv.files import sync_folder, try_lock
 
 FORMAT = "tieredkv.session"
 VERSION = 1
@@ -81,7 +82,7 @@ def write(path: Path, content: dict[str, Any], slots: Sequence[Slot], tensors: I
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb", buffering=0) as file:
-                _try_lock(file.fileno())
+                _lock(file.fileno())
                 digest = hashlib.sha256()
                 for part in itertools.chain([header], _buffers(slots, tensors)):
                     digest.update(part)
@@ -93,11 +94,7 @@ def write(path: Path, content: dict[str, Any], slots: Sequence[Slot], tensors: I
             with contextlib.suppress(OSError):
                 os.unlink(beside)
             raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as cause:
         if isinstance(cause, SessionError):
             raise
@@ -115,21 +112,16 @@ def _sweep(path: Path) -> None:
     for left in [each for each in path.parent.iterdir() if pattern.fullmatch(each.name)]:
         with contextlib.suppress(FileNotFoundError), open(left, "rb") as file:
             # One that was made a moment ago may not be locked yet.
-            if time.time() - os.fstat(file.fileno()).st_mtime > _LEAST_AGE_SECONDS and _try_lock(file.fileno()):
+            if time.time() - os.fstat(file.fileno()).st_mtime > _LEAST_AGE_SECONDS and _lock(file.fileno()):
                 left.unlink()
 
 
-def _try_lock(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Hold a file until it is closed, if nobody else does; false also where there are no such locks."""
-    if os.name != "posix":
-        return False
-    import fcntl
-
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.name == "posix" and try_lock(descriptor)
     except OSError:
         return False
-    return True
 
 
 def _header(content: dict[str, Any], slots: Sequence[Slot]) -> bytes:

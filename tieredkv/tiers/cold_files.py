@@ -1,6 +1,6 @@
 """The spill files in a private folder: made on demand, kept open up to a limit, read and written at offsets.
 
-Imports: errors, checksum, tiers.cold_folder, tiers.cold_layout, tiers.native_reads.
+Imports: errors, checksum, files, tiers.cold_folder, tiers.cold_layout, tiers.native_reads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 
 from tieredkv.checksum import Checksummer
 from tieredkv.errors import ClosedError, ColdTierError
+from tieredkv.files import MOST_PIECES, after, write_at
 from tieredkv.tiers.cold_folder import cold_error
 from tieredkv.tiers.cold_layout import SpillLayout
-from tieredkv.tiers.native_reads import MOST_PIECES, NativeReads, Stretch, reason
+from tieredkv.tiers.native_reads import NativeReads, Stretch, reason
 
 FILES_PER_FOLDER = 256
 
@@ -88,9 +89,7 @@ class SpillFiles:
         """
         with self._use([number], make=True) as (descriptor,):
             try:
-                while data:
-                    written = os.pwrite(descriptor, data, offset)
-                    data, offset = data[written:], offset + written
+                write_at(descriptor, [data], offset)
             except OSError as cause:
                 raise cold_error("A spill file cannot be written.", self._folder, cause) from cause
 
@@ -108,7 +107,7 @@ class SpillFiles:
                     if not count:
                         short = sum(map(len, buffers))
                         raise OSError(errno.EIO, f"file ends at {offset}, {short} bytes short")
-                    buffers, offset = _after(buffers, count), offset + count
+                    buffers, offset = after(buffers, count), offset + count
             except OSError as cause:
                 raise cold_error("A spill file cannot be read.", self._folder, cause) from cause
 
@@ -215,8 +214,7 @@ class SpillFiles:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             _preallocate(descriptor, layout.file_bytes)
-            if os.pwrite(descriptor, layout.header, 0) != len(layout.header):
-                raise OSError(errno.ENOSPC, "the header was cut short")
+            write_at(descriptor, [memoryview(layout.header)], 0)
         except OSError:
             os.close(descriptor)
             with suppress(OSError):
@@ -226,15 +224,6 @@ class SpillFiles:
         self._blocks += layout.blocks
         self._disk_bytes += layout.file_bytes
         return descriptor
-
-
-def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """What is left of buffers of bytes when the first `count` bytes are filled."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
 
 
 def _drop(file: _OpenFile) -> None:

@@ -9,7 +9,7 @@ No step needs a lock on the whole directory:
 - removing goes data first, then the lock file, then the folder, so that what a crash leaves is found again: a folder
   with a free lock, or an empty one.
 
-Imports: errors only.
+Imports: errors, files.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tieredkv.errors import ColdTierError
+from tieredkv.files import try_lock
 
 LOCK_NAME = "lock"
 _NAME = re.compile(r"spill-\d+-[0-9a-f]{16}")
@@ -108,7 +109,7 @@ def _make(root: Path) -> tuple[Path, int]:
                 continue  # swept while still empty
             raise
         try:
-            if _try_lock(lock) and (folder / LOCK_NAME).exists():
+            if try_lock(lock) and (folder / LOCK_NAME).exists():
                 return folder, lock
         except OSError:  # a file system without locks
             os.close(lock)
@@ -130,7 +131,7 @@ def _sweep(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        if not _try_lock(lock):
+        if not try_lock(lock):
             return False
         _remove(folder)
         return True
@@ -138,16 +139,6 @@ def _sweep(folder: Path) -> bool:
         return False
     finally:
         os.close(lock)
-
-
-def _try_lock(descriptor: int) -> bool:
-    import fcntl  # POSIX only; the package must import elsewhere too
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove(folder: Path) -> None:

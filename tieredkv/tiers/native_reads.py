@@ -3,7 +3,7 @@
 A second thread of Python was tried for it: OpenMP's threads, which stay awake after each parallel region, take half of
 its core, and with the interpreter's lock between many short reads nothing was won.
 
-Imports: checksum, checksum_native, compiler.
+Imports: checksum, checksum_native, compiler, files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from tieredkv.checksum import SHIFT, Checksummer
 from tieredkv.checksum_native import WEIGHTED_SUM
 from tieredkv.compiler import Compiler
+from tieredkv.files import MOST_PIECES
 
 SOURCE = (
     WEIGHTED_SUM
@@ -72,8 +73,6 @@ extern "C" void tieredkv_read(const int64_t* stretches, int64_t n, iovec* pieces
 )
 
 END = -1
-MOST_PIECES = 1024
-"""Linux and macOS take so many in one call."""
 
 _ARGUMENTS: Any = [
     *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
