@@ -1,6 +1,6 @@
 """Published blocks in a directory: found again by other caches, other processes, and after a restart.
 
-Imports: errors, durable.{ahead,deadline,identity,reading,room,settings,shelf,stats,writing}.
+Imports: errors, tiers, durable.{ahead,deadline,identity,reading,room,settings,shelf,stats,writing}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tieredkv.durable.settings import DurableSettings
 from tieredkv.durable.shelf import Shelf
 from tieredkv.durable.stats import DurableStats
 from tieredkv.durable.writing import Publisher, Rows
-from tieredkv.errors import ClosedError, ColdTierError, MismatchError
+from tieredkv.errors import ClosedError, ColdTierError
+from tieredkv.tiers import check_rows
 from tieredkv.tiers.cold_folder import cold_error
 
 # What `read_all` takes from the disk at once. Hints about what comes next cost more than they gained, from the page
@@ -128,15 +129,8 @@ class DurableBlocks:
             ClosedError: closed, or made before a fork.
         """
         self._check_usable()
-        wanted = (len(hashes), self.identity.row_bytes[layer])
-        if out.shape != wanted or out.dtype != torch.uint8 or not out.is_contiguous() or not out.is_cpu:
-            raise MismatchError(
-                f"This has no room for {len(hashes)} rows of layer {layer}.",
-                wanted=f"contiguous uint8 {wanted} on cpu",
-                got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
-                change="allocate it with these sizes",
-            )
-        self._within(self.settings.deadline_seconds, out, partial(self._read, list(hashes), layer))
+        check_rows(out, (len(hashes), self.identity.row_bytes[layer]), layer)
+        self._fill_in_time(out, partial(self._read, list(hashes), layer))
 
     def read_all(self, hashes: Sequence[str]) -> Iterator[Piece]:
         """Read all layers of n blocks in the order in which they lie on disk: file by file, layer by layer.
@@ -260,9 +254,9 @@ class DurableBlocks:
             self._late(cause)
         return None if seconds is None else max(0.0, seconds - (time.monotonic() - started))
 
-    def _within(self, seconds: float | None, out: torch.Tensor, read: Callable[[torch.Tensor], None]) -> None:
-        """Let `read` fill `out`; a miss when it takes longer than `seconds`."""
-        if seconds is None:
+    def _fill_in_time(self, out: torch.Tensor, read: Callable[[torch.Tensor], None]) -> None:
+        """Let `read` fill `out`; a miss when it takes longer than the deadline."""
+        if self._timed.seconds is None:
             read(out)
             return
         # A read that is given up goes on: it must not write into memory that the caller uses for something else.
@@ -272,7 +266,7 @@ class DurableBlocks:
             buffer = torch.empty(out.numel(), dtype=torch.uint8)
         rows = buffer[: out.numel()].view(out.shape)
         try:
-            self._timed.run(partial(read, rows), seconds)
+            self._timed.run(partial(read, rows))
         except TimeoutError as cause:
             self._late(cause)
         out.copy_(rows)

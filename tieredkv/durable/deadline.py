@@ -29,17 +29,13 @@ class TimedCalls:
         self.seconds = seconds
         self._free = threading.BoundedSemaphore(MOST_CALLS)
 
-    def run(self, call: Callable[[], T], seconds: float | None = None) -> T:
+    def run(self, call: Callable[[], T]) -> T:
         """What `call` returns or raises.
-
-        Args:
-            call: what to do.
-            seconds: how long to wait this time; None for the usual time.
 
         Raises:
             TimeoutError: it takes too long.
         """
-        return call() if self.seconds is None else self.start(call).result(self.seconds if seconds is None else seconds)
+        return call() if self.seconds is None else self.start(call).result(self.seconds)
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Begin a call, with a limit or without, and go on; `result(seconds)` of what comes back waits for it.

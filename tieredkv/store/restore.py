@@ -1,36 +1,20 @@
 """Sealed blocks out of a store as the bytes they have below hot, and back into its slots, verified on arrival.
 
-Imports: block, device, tiers, store.
+Imports: block, device, tiers, durable, store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from tieredkv.block import LOWER, TIERS, Block, Planes
 from tieredkv.device import Event
+from tieredkv.durable import Piece
 from tieredkv.store.blocks import BlockStore
 from tieredkv.store.sharing import stored
 from tieredkv.tiers import Populating, pack_rows, unpack_rows
-
-
-class Piece(Protocol):
-    """Some layers of consecutive blocks."""
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """The layers."""
-
-    @property
-    def first(self) -> int:
-        """Index of the first of the blocks among those that were asked for."""
-
-    @property
-    def rows(self) -> Sequence[torch.Tensor]:
-        """For each layer uint8 `[n, row_bytes]`, good until the piece after the next is asked for."""
 
 
 class Export:

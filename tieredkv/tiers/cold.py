@@ -19,13 +19,13 @@ from tieredkv.block import Plane, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.compiler import slower_without
 from tieredkv.device import Bounce
-from tieredkv.errors import BudgetError, ConfigError, MismatchError
+from tieredkv.errors import BudgetError, ConfigError
 from tieredkv.tiers.base import Tier, copy_blocks, slot_bytes
 from tieredkv.tiers.cold_files import SpillFiles
 from tieredkv.tiers.cold_folder import SpillFolder
 from tieredkv.tiers.cold_layout import SpillLayout, spill_layout, spill_metadata
 from tieredkv.tiers.native_reads import NativeReads
-from tieredkv.tiers.rows import pack_rows, row_addresses, row_pieces, unpack_rows
+from tieredkv.tiers.rows import check_rows, pack_rows, row_addresses, row_pieces, unpack_rows
 from tieredkv.tiers.slots import SlotPool
 
 TARGET_FILE_BYTES = 8 << 20
@@ -271,13 +271,7 @@ class ColdTier(Tier):
     def _check_rows(self, layer: int, count: int, rows: torch.Tensor) -> int:
         self._check_layer(layer)
         row_bytes = self._plan.full.row_bytes[layer]
-        if rows.shape != (count, row_bytes) or rows.dtype != torch.uint8 or not rows.is_contiguous() or not rows.is_cpu:
-            raise MismatchError(
-                f"These are not {count} rows of layer {layer}.",
-                wanted=f"contiguous uint8 {(count, row_bytes)} on cpu",
-                got=f"{rows.dtype} {tuple(rows.shape)} on {rows.device}",
-                change="pack blocks with tiers.rows",
-            )
+        check_rows(rows, (count, row_bytes), layer)
         return row_bytes
 
 
