@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -68,6 +69,26 @@ def test_verify_finds_a_cut_file(directory: Path) -> None:
     os.truncate(files(directory)[0], 5000)
     result = run("verify", directory)
     assert result.exit_code == 1 and "instead of" in result.output
+
+
+def test_verify_leaves_a_file_that_cannot_be_opened_where_it_is(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = files(directory)[0], os.open
+
+    def refused(name: str | Path, *args: int, **kwargs: int) -> int:
+        if str(name) == str(path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        result = run("verify", "--set-aside", directory)
+        assert "unreadable" in run("ls", directory).output
+        assert run("prune", directory).exit_code == 0
+    assert result.exit_code == 1, result.output
+    assert "0 damaged, 1 unreadable" in result.output
+    assert path.exists() and run("verify", directory).exit_code == 0
 
 
 def test_prune_by_itself_deletes_only_what_is_of_no_use(directory: Path) -> None:

@@ -19,7 +19,7 @@ from tieredkv.durable import DurableBlocks, Identity
 from tieredkv.durable.folder import Seen
 from tieredkv.durable.format import Refusal, encode_header
 from tieredkv.durable.scan import examine
-from tieredkv.durable.survey import survey, wrong_rows
+from tieredkv.durable.survey import survey, why_not_whole, wrong_rows
 from tieredkv.errors import ColdTierError
 
 RECORDS = chain("a", 6)
@@ -102,10 +102,10 @@ def test_a_flipped_bit_in_the_header_is_seen(tmp_path_factory: pytest.TempPathFa
     changed[at] ^= 1 << bit
     path = tmp_path_factory.mktemp("file") / file.name
     path.write_bytes(bytes(changed) + bytes(FILE_BYTES - HEADER_BYTES))
-    found = examine(IDENTITY, Seen.of(str(path), path.stat()))
+    found = examine(Seen.of(str(path), path.stat()), IDENTITY)
     assert isinstance(found, Refusal) and found.kind == "damaged"
     path.write_bytes(header + bytes(FILE_BYTES - HEADER_BYTES))
-    whole = examine(IDENTITY, Seen.of(str(path), path.stat()))
+    whole = examine(Seen.of(str(path), path.stat()), IDENTITY)
     assert whole is not None and not isinstance(whole, Refusal)
     assert [whole.record(i) for i in range(6)] == RECORDS
 
@@ -115,7 +115,7 @@ def test_a_flipped_bit_in_the_header_is_seen(tmp_path_factory: pytest.TempPathFa
 def test_any_bytes_under_our_name_are_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("file") / encode_header(IDENTITY, RECORDS)[1].name
     path.write_bytes(data)
-    assert isinstance(examine(IDENTITY, Seen.of(str(path), path.stat())), Refusal)
+    assert isinstance(examine(Seen.of(str(path), path.stat()), IDENTITY), Refusal)
 
 
 @pytest.mark.parametrize("length", [0, 8, 2**24, 2**62, 2**64 - 1])
@@ -177,6 +177,48 @@ def test_another_format_version_is_left_alone(
     assert fresh.find(hashes(RECORDS)) == 0
     assert fresh.stats().foreign == 1 and fresh.stats().set_aside == 0
     assert files(cold_dir) == [path.parent / file.name]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_opened_now_is_unreadable_and_left_alone(
+    cold_dir: Path, store: DurableBlocks, path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real = os.open
+
+    def refused(name: str | Path, *args: int, **kwargs: int) -> int:
+        if str(name) == str(path):
+            raise OSError(code, os.strerror(code))
+        return real(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        fresh = opened(cold_dir)
+        (found,) = survey(cold_dir)
+        assert fresh.stats().set_aside == 0 and fresh.stats().blocks == 0
+        wrong = why_not_whole(found)
+    assert isinstance(found.content, Refusal) and found.content.kind == "unreadable"
+    assert wrong is not None and wrong.kind == "unreadable" and os.strerror(code) in wrong.why
+    assert files(cold_dir) == [path] and opened(cold_dir).find(hashes(RECORDS)) == 6
+
+
+def test_a_file_whose_rows_cannot_be_opened_now_is_unreadable(
+    cold_dir: Path, store: DurableBlocks, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = survey(cold_dir)
+    assert why_not_whole(found) is None
+
+    def refused(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        wrong = why_not_whole(found)
+    assert wrong is not None and wrong.kind == "unreadable"
+    os.truncate(path, FILE_BYTES - 1)
+    wrong = why_not_whole(found)
+    assert wrong is not None and wrong.kind == "damaged"
+    path.unlink()
+    assert why_not_whole(found) is None
 
 
 def test_what_other_programs_put_there_is_left_alone(cold_dir: Path, store: DurableBlocks, path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +18,9 @@ from rich.table import Table
 
 from tieredkv.cli.telling import errors_told, terminal
 from tieredkv.durable.format import Refusal, StoredFile
-from tieredkv.durable.survey import Surveyed, set_aside, survey, wrong_rows
+from tieredkv.durable.survey import Surveyed, set_aside, survey, why_not_whole
 from tieredkv.durable.survey import prune as prune_files
-from tieredkv.errors import ColdTierError, ConfigError
+from tieredkv.errors import ConfigError
 from tieredkv.sizing import format_bytes
 
 _DIGITS = 12
@@ -56,23 +56,27 @@ def verify(
 ) -> None:
     """Read all that was published into a directory and compare it with its checksums.
 
-    Exit code 0: everything is whole; 1: something is damaged; 2: the directory cannot be read.
+    Exit code 0: everything is whole; 1: a file is damaged or unreadable; 2: the directory cannot be read.
     """
     files = [file for file in survey(directory) if file.place == "published"]
-    table = Table("file", "damage", title="damaged files", title_justify="left")
-    damaged = read_bytes = 0
+    table = Table("file", "why", title="files that are not whole", title_justify="left")
+    found: Counter[str] = Counter()
+    read_bytes = 0
     for file in files:
-        read_bytes += file.seen.file_bytes
-        if why := _damage(file):
-            damaged += 1
-            table.add_row(escape(file.seen.path), escape(why))
-            if aside:
+        wrong = why_not_whole(file)
+        if wrong is None or wrong.kind == "damaged":
+            read_bytes += file.seen.file_bytes
+        if wrong is not None:
+            found[wrong.kind] += 1
+            table.add_row(escape(file.seen.path), escape(wrong.why))
+            if aside and wrong.kind == "damaged":
                 set_aside(directory, file)
     console = terminal()
-    if damaged:
+    if found:
         console.print(table)
-    console.print(f"{len(files):,} files, {format_bytes(read_bytes)} read, {damaged} damaged", highlight=False)
-    if damaged:
+    told = f"{found['damaged']} damaged, {found['unreadable']} unreadable"
+    console.print(f"{len(files):,} files, {format_bytes(read_bytes)} read, {told}", highlight=False)
+    if found:
         raise typer.Exit(1)
 
 
@@ -127,20 +131,6 @@ def _totals(files: list[Surveyed]) -> tuple[str, ...]:
         format_bytes(sum(file.seen.file_bytes for file in files)),
         *(time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) for when in (min(written), max(written))),
     )
-
-
-def _damage(file: Surveyed) -> str:
-    """What is wrong with a file, or "" when nothing is; what is foreign is not ours to judge."""
-    if isinstance(file.content, Refusal):
-        return file.content.why if file.content.kind == "damaged" else ""
-    try:
-        wrong = wrong_rows(file.content, file.seen.path)
-    except ColdTierError as error:
-        return error.what + f" {error.got}"
-    if not wrong:
-        return ""
-    block, layer = wrong[0]
-    return f"{len(wrong)} rows have a wrong checksum, the first in block {block}, layer {layer}"
 
 
 def _age_seconds(text: str) -> float:

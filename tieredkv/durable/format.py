@@ -48,11 +48,12 @@ class Refusal:
     """Why a file is not used.
 
     Args:
-        kind: "damaged" (ours, and not as it was written) or "foreign" (another model's, version's or program's).
+        kind: "damaged" (ours, and not as it was written), "foreign" (another model's, version's or program's) or
+            "unreadable" (the system does not give it now, and it may be good: it stays where it is).
         why: for people.
     """
 
-    kind: Literal["damaged", "foreign"]
+    kind: Literal["damaged", "foreign", "unreadable"]
     why: str
 
 

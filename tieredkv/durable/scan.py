@@ -12,7 +12,15 @@ from itertools import chain
 from typing import TypeVar
 
 from tieredkv.durable.folder import Seen, open_to_read
-from tieredkv.durable.format import Refusal, StoredFile, decode_header, header_bytes, is_ours
+from tieredkv.durable.format import (
+    Refusal,
+    StoredFile,
+    decode_header,
+    header_bytes,
+    identity_of,
+    is_ours,
+    read_metadata,
+)
 from tieredkv.durable.identity import Identity
 
 T = TypeVar("T")
@@ -46,8 +54,8 @@ def read_header(path: str) -> tuple[bytes, int] | Refusal:
         os.close(descriptor)
 
 
-def examine(identity: Identity, seen: Seen) -> StoredFile | Refusal | None:
-    """What a file in the folder of `identity` is; None when it went meanwhile."""
+def examine(seen: Seen, identity: Identity | None = None) -> StoredFile | Refusal | None:
+    """What a file in the folder of `identity` is, or of the one that its header names; None when it went meanwhile."""
     if not is_ours(seen.name):
         return Refusal("foreign", "its name is not one of ours")
     try:
@@ -55,13 +63,21 @@ def examine(identity: Identity, seen: Seen) -> StoredFile | Refusal | None:
     except FileNotFoundError:
         return None
     except OSError as cause:
-        return Refusal("foreign", f"it cannot be read: {cause}")
-    return found if isinstance(found, Refusal) else decode_header(identity, seen.name, *found)
+        return Refusal("unreadable", f"it cannot be read: {cause}")
+    if isinstance(found, Refusal):
+        return found
+    its = identity or _named_identity(seen.name, found[0])
+    return its if isinstance(its, Refusal) else decode_header(its, seen.name, *found)
+
+
+def _named_identity(name: str, header: bytes) -> Identity | Refusal:
+    metadata = read_metadata(name, header)
+    return metadata if isinstance(metadata, Refusal) else identity_of(metadata)
 
 
 def examine_all(identity: Identity, files: Sequence[Seen]) -> Iterator[tuple[Seen, StoredFile | Refusal | None]]:
     """`examine` for many files, in their order."""
-    return zip(files, in_parallel(lambda seen: examine(identity, seen), files), strict=True)
+    return zip(files, in_parallel(lambda seen: examine(seen, identity), files), strict=True)
 
 
 def in_parallel(work: Callable[[Seen], T], files: Sequence[Seen]) -> Iterable[T]:

@@ -20,7 +20,7 @@ class DurableStats:
         misses: reads refused because a block was gone, damaged or late.
         late: those of them that lasted longer than the deadline, and searches that did.
         set_aside: damaged files that were put into quarantine.
-        foreign: files left alone: of another model, dtype, block size, codec, format version or program.
+        foreign: files left alone: not to be read, or of another model, dtype, block size, codec, format or program.
         evicted: blocks deleted to make room or because their retention ended.
         failures: publications that the disk refused, in whole or in part.
         index_seconds: how long it took to read the headers at the start.

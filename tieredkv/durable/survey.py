@@ -6,6 +6,7 @@ Imports: checksum, errors, tiers, durable.{folder,format,identity,reading,scan}.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from contextlib import suppress
@@ -16,10 +17,10 @@ import torch
 
 from tieredkv.checksum import Checksummer
 from tieredkv.durable.folder import QUARANTINE, ROOT, TEMPORARY, Census, Seen, locked, quarantine, sweep
-from tieredkv.durable.format import Refusal, StoredFile, decode_header, identity_of, is_ours, read_metadata
+from tieredkv.durable.format import Refusal, StoredFile, is_ours
 from tieredkv.durable.identity import salt_digest
 from tieredkv.durable.reading import FileReader, Run
-from tieredkv.durable.scan import in_parallel, read_header
+from tieredkv.durable.scan import examine, in_parallel
 from tieredkv.errors import ColdTierError
 from tieredkv.tiers.cold_folder import cold_error
 
@@ -58,7 +59,7 @@ def wrong_rows(file: StoredFile, path: str) -> list[tuple[int, int]]:
     """(block, layer) of the rows of a file whose bytes are not those of their checksums.
 
     Raises:
-        ColdTierError: the file cannot be read to its end.
+        OSError: the file cannot be read to its end.
     """
     checksummer = Checksummer(compiled=False)
     wanted = torch.tensor([file.record(position).checksums for position in range(len(file.hashes))])
@@ -71,10 +72,28 @@ def wrong_rows(file: StoredFile, path: str) -> list[tuple[int, int]]:
             rows = torch.empty((run.count, row_bytes), dtype=torch.uint8)
             cause = reader.read(Path(path), run, range(layer, layer + 1), rows.numpy().reshape(-1).data)
             if cause is not None:
-                raise cold_error("A published file cannot be read.", path, cause) from cause
+                raise cause
             bad = (checksummer.checksum_rows(rows) != wanted[first : first + run.count, layer]).nonzero()
             wrong += ((first + int(position), layer) for position in bad)
     return wrong
+
+
+def why_not_whole(file: Surveyed) -> Refusal | None:
+    """Read all of a file; why it is not whole, or None when it is, when it went meanwhile and when it is foreign."""
+    content = file.content
+    if isinstance(content, Refusal):
+        return None if content.kind == "foreign" else content
+    try:
+        wrong = wrong_rows(content, file.seen.path)
+    except FileNotFoundError:
+        return None
+    except OSError as cause:
+        # As where blocks are read: what has too few bytes, or bytes that the disk does not give, is damaged.
+        return Refusal("damaged" if cause.errno == errno.EIO else "unreadable", f"it cannot be read: {cause}")
+    if not wrong:
+        return None
+    block, layer = wrong[0]
+    return Refusal("damaged", f"{len(wrong)} rows have a wrong checksum, the first in block {block}, layer {layer}")
 
 
 def set_aside(directory: str | os.PathLike[str], file: Surveyed) -> None:
@@ -154,19 +173,5 @@ def _place(seen: Seen) -> Literal["published", "quarantine"] | None:
 
 def _surveyed(seen: Seen) -> Surveyed | None:
     place = _place(seen)
-    content = _content(seen)
+    content = examine(seen)
     return None if place is None or content is None else Surveyed(seen, place, content)
-
-
-def _content(seen: Seen) -> StoredFile | Refusal | None:
-    try:
-        found = read_header(seen.path)
-    except FileNotFoundError:
-        return None
-    except OSError as cause:
-        return Refusal("damaged", f"it cannot be read: {cause}")
-    if isinstance(found, Refusal):
-        return found
-    metadata = read_metadata(seen.name, found[0])
-    identity = metadata if isinstance(metadata, Refusal) else identity_of(metadata)
-    return identity if isinstance(identity, Refusal) else decode_header(identity, seen.name, *found)
