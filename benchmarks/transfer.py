@@ -305,7 +305,7 @@ def move_cost(rounds: int) -> list[Row]:
         k_out, v_out = (torch.empty(3, 8, BLOCK, 64) for _ in range(2))
 
         def fetch() -> None:
-            store.mover.arrived(store.mover.fetch(0, blocks[:8], k_out, v_out, None), 0.0)
+            store.mover.arrived(store.mover.fetch(0, blocks[:8], k_out, v_out, None), lambda: 0.0)
 
         def plain() -> None:
             views = store.warm.run(0, slots[0], 8) if store.warm is not None else ()

@@ -70,7 +70,6 @@ def test_whole_numbers_of_units_are_exact(count: int, unit: str) -> None:
         ({"watermark": 1.5}, "watermark"),
         ({"write_down_at": 0.9, "watermark": 0.8}, "watermark"),
         ({"write_down_at": -0.1}, "watermark"),
-        ({"staging_buffers": 1}, "staging_buffers"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"hot": "much"}, "512MiB"),
         ({"warm": -1}, "512MiB"),

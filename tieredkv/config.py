@@ -26,8 +26,35 @@ BLOCK_MULTIPLE = 16
 
 CHUNK_TOKENS = 4096
 """What a staging buffer holds unless `chunk_tokens` says otherwise."""
-GPU_CHUNK_BYTES = 32 * 2**20
-"""On a GPU it holds so much of a layer, if that is more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StagingRule:
+    """How much of the hot budget staging buffers take on a kind of device (docs/decisions/0005).
+
+    Args:
+        buffers: how many there are.
+        one_in: all of them together take at most one part in so many of hot, and at least one block of a layer each.
+        chunk_bytes: bytes of a layer that a buffer holds where that is more than `CHUNK_TOKENS`.
+    """
+
+    buffers: int
+    one_in: int = 8
+    chunk_bytes: int = 0
+
+    def chunk_tokens(self, settings: CacheSettings, token_bytes: int) -> int:
+        """Most tokens of a buffer, where a token takes `token_bytes` in the largest layer."""
+        if settings.chunk_tokens is not None:
+            return settings.chunk_tokens
+        return max(CHUNK_TOKENS, self.chunk_bytes // token_bytes)
+
+
+STAGING_ON_CPU = StagingRule(1)
+"""Nothing is read ahead."""
+STAGING_ASIDE = StagingRule(2)
+"""One chunk is attended while the next is on its way."""
+STAGING_ON_GPU = StagingRule(3, one_in=4, chunk_bytes=32 * 2**20)
+"""A third one is compared with its checksum by the host, which takes about as long as a fast link needs for a chunk."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -147,11 +174,9 @@ class CacheSettings:
         read_in_place: attend raw warm blocks where they are when the device can address host memory.
         kernel: "auto" chooses by device, dtype and shape; the others ask for one kernel, and what it cannot serve goes
             down the table of docs/decisions/0003.
-        chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers.
-            None for 4,096, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk costs the host some
-            0.25 ms, in which a fast link moves 12 MB.
-        staging_buffers: staging buffers, at least 2 (one being attended, one on its way). A CPU, which reads a chunk
-            when it attends it, has one.
+        chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers, a
+            quarter on a GPU. None for 4,096, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk
+            costs the host some 0.25 ms, in which a fast link moves 12 MB.
         max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
         log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).
         placement: what makes blocks leave hot: "both" (those outside the window, when hot fills up to the watermark),
@@ -182,7 +207,6 @@ class CacheSettings:
     read_in_place: bool = True
     kernel: Kernel = "auto"
     chunk_tokens: int | None = None
-    staging_buffers: int = 2
     max_tokens: int | None = None
     log_moves: bool = False
     placement: Placement = "both"
@@ -224,12 +248,12 @@ class CacheSettings:
                 got=f"write_down_at={self.write_down_at}, watermark={self.watermark}",
                 change="watermark=0.85, write_down_at=0.5",
             )
-        if self.staging_buffers < 2 or (self.chunk_tokens is not None and self.chunk_tokens < 1):
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigError(
-                "Streaming needs two buffers of at least a token.",
-                wanted="staging_buffers >= 2 and chunk_tokens >= 1",
-                got=f"staging_buffers={self.staging_buffers}, chunk_tokens={self.chunk_tokens}",
-                change="leave both at their defaults",
+                "Streaming needs buffers of at least a token.",
+                wanted="chunk_tokens >= 1",
+                got=f"chunk_tokens={self.chunk_tokens}",
+                change="leave it at its default",
             )
 
     def _check_placement(self) -> None:
@@ -275,12 +299,6 @@ class CacheSettings:
                 got=f"sinks={self.sinks}, queue_blocks={self.queue_blocks}, moves_per_forward={self.moves_per_forward}",
                 change="leave them at their defaults",
             )
-
-    def most_chunk_tokens(self, token_bytes: int, *, on_gpu: bool) -> int:
-        """Most tokens of a staging buffer, where a token takes `token_bytes` in the largest layer."""
-        if self.chunk_tokens is not None:
-            return self.chunk_tokens
-        return max(CHUNK_TOKENS, GPU_CHUNK_BYTES // token_bytes if on_gpu else 0)
 
     @property
     def sink_blocks(self) -> int:

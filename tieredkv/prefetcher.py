@@ -53,10 +53,12 @@ class _Load:
     buffer: int
     event: Event | None = None
 
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What tells chunks apart: blocks never change."""
-        return tuple(block.id for block in self.blocks)
+    def is_of(self, layer: int, chunk: Chunk) -> bool:
+        """Whether it is this chunk's in this layer: blocks never change."""
+        if self.layer != layer:
+            return False
+        # Mostly it is the very chunk that was announced; ids are compared where a new plan lists the same blocks.
+        return self.blocks is chunk.blocks or [b.id for b in self.blocks] == [b.id for b in chunk.blocks]
 
 
 class Staging:
@@ -134,7 +136,8 @@ class Prefetcher:
         self._device, self._mover, self._buffers, self._counters = device, mover, buffers, counters
         self._loads: deque[_Load] = deque()
         self._free: deque[int] = deque(range(len(buffers)))
-        self._read: list[Event | None] = [None] * len(buffers)
+        # Whoever had a buffer's memory before may be reading it yet, in the order of the compute stream.
+        self._read: list[Event] = [device.record() for _ in buffers]
         self._layers: Sequence[int] = ()
         self._chunks: Sequence[Chunk] = ()
         self._next = 0
@@ -185,8 +188,7 @@ class Prefetcher:
 
     def _front(self, layer: int, index: int) -> _Load:
         """The load of this chunk, at the front of the ring; the ring starts again from here when it is not there."""
-        key = tuple(block.id for block in self._chunks[index].blocks)
-        if not self._loads or (self._loads[0].layer, self._loads[0].key) != (layer, key):
+        if not self._loads or not self._loads[0].is_of(layer, self._chunks[index]):
             self.flush()
             self._next = self._layers.index(layer) * len(self._chunks) + index
             self._fill()
@@ -242,8 +244,7 @@ class Prefetcher:
                 self._free.append(self._loads.popleft().buffer)
 
     def _matches(self, load: _Load, index: int) -> bool:
-        layer, chunk = self._at(index)
-        return load.layer == layer and load.key == tuple(block.id for block in chunk.blocks)
+        return load.is_of(*self._at(index))
 
     def _at(self, index: int) -> tuple[int, Chunk]:
         index %= len(self._layers) * len(self._chunks)
@@ -265,13 +266,12 @@ class Prefetcher:
             return
         k, v, scratch = self._buffers[buffer].views(layer)
         count = len(chunk.blocks)
-        read = self._read[buffer]
         event = self._device.up.submit(
             lambda: self._mover.fetch(layer, chunk.blocks, k[:, :count], v[:, :count], scratch),
             finish=self._mover.arrived,
-            reads=read_regions(chunk.blocks),
+            reads=read_regions(chunk.blocks) if self._device.follows_accesses else (),
             writes=[("stage", buffer)],
-            after=[] if read is None else [read],
+            after=[self._read[buffer]],
             nbytes=self._mover.row_bytes[layer] * count,
             garbage=[k[:, :count], v[:, :count]],
             name=f"load layer {layer}",
@@ -288,4 +288,5 @@ class Prefetcher:
         k, v, scratch = self._buffers[load.buffer].views(load.layer)
         count = len(load.blocks)
         arrival = self._mover.fetch(load.layer, load.blocks, k[:, :count], v[:, :count], scratch)
-        self._mover.arrived(arrival, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._mover.arrived(arrival, lambda: seconds)

@@ -73,7 +73,7 @@ class PhaseStats:
         forwards: how many.
         tokens: new tokens, over all rows.
         stall_seconds: time the forward waited for blocks; on a CPU, which copies them itself, all of the time below.
-        transfer_seconds: time spent bringing blocks up; on a GPU the copies' own.
+        transfer_seconds: time spent bringing blocks up for attention; on a GPU the copies' own.
         written_bytes: bytes written below hot.
         streamed_bytes: bytes brought up through staging.
         step_seconds: time from the begin of a forward to the begin of the next one, over `timed_forwards`.
@@ -349,11 +349,11 @@ class Counters:
             flow[1] += len(blocks) if count is None else count
             flow[2] += seconds
             self._reasons[reason] = self._reasons.get(reason, 0) + total_bytes
-            if target == "hot":
+            if target != "hot":
+                self._grow("written_bytes", total_bytes)
+            elif reason == "stream":
                 self._grow("transfer_seconds", seconds)
                 self._grow("streamed_bytes", total_bytes)
-            else:
-                self._grow("written_bytes", total_bytes)
             if self.log is not None and blocks:
                 first = (time.perf_counter() - seconds if started is None else started) - self._opened
                 size, each = total_bytes // len(blocks), seconds / len(blocks)

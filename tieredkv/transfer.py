@@ -4,7 +4,7 @@ What runs where: demotions and the write-through of a long prefill run on the de
 device run wherever `fetch` is called: on the device's `up` stream, and on a CPU on the thread that attends the chunk.
 A copy holds its source tensors until its event is done. Nothing here decides what moves; the store does.
 
-Imports: errors, stats, block, checksum, codecs, device, tiers, plan, verified.
+Imports: errors, config, stats, block, checksum, codecs, device, tiers, plan, verified.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tieredkv.block import LOWER, Block, LayerGeometry, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.codecs import Codec
 from tieredkv.config import Verify
-from tieredkv.device import Device, Event, Region
+from tieredkv.device import Device, Event, Region, Took
 from tieredkv.errors import ChecksumError
 from tieredkv.plan import ThroughWrite
 from tieredkv.stats import Counters
@@ -235,7 +235,14 @@ class Mover:
     # ---- up
 
     def fetch(
-        self, layer: int, blocks: Sequence[Block], k_out: torch.Tensor, v_out: torch.Tensor, scratch: Planes | None
+        self,
+        layer: int,
+        blocks: Sequence[Block],
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+        scratch: Planes | None,
+        *,
+        reason: str = "stream",
     ) -> Arrival:
         """Ask for one layer of blocks, on the calling thread's current stream.
 
@@ -246,6 +253,7 @@ class Mover:
             v_out: [kv_heads, blocks, block_size, v_dim], written.
             scratch: encoded planes for as many blocks, on the computing device; None for the raw codec, which arrives
                 in its destination.
+            reason: for the log, see `MoveRecord`.
 
         Returns:
             What `arrived` has to be given when the stream has done that, before anything is used.
@@ -262,26 +270,31 @@ class Mover:
             check = self._reads.read(layer, some, tier, own, non_blocking=True)
             asking_seconds = time.perf_counter() - started
             parts.append(_Part(some, where, tier, own, check, asking_seconds))
-        return Arrival(layer, tuple(parts), k_out, v_out, decodes=scratch is not None)
+        return Arrival(layer, tuple(parts), k_out, v_out, scratch is not None, reason)
 
-    def arrived(self, arrival: Arrival, seconds: float) -> None:
+    def arrived(self, arrival: Arrival, took: Took) -> None:
         """Make what was fetched usable: compare checksums, read again what is wrong, decode; and count.
 
         Args:
             arrival: what `fetch` returned.
-            seconds: from the begin of the fetch until all of it was done.
+            took: seconds from the begin of the fetch until all of it was done.
 
         Raises:
             ChecksumError, ColdTierError: as `fetch`.
         """
-        started = time.perf_counter() - seconds
-        for part, part_seconds in zip(arrival.parts, arrival.split(seconds), strict=True):
-            began = time.perf_counter()
+        began, finishing_seconds = time.perf_counter(), list[float]()
+        for part in arrival.parts:
+            part_began = time.perf_counter()
             part.check()
             if arrival.decodes:
                 self._codec.decode(part.planes, arrival.k_out[:, part.where], arrival.v_out[:, part.where])
-            if not self._device.up.overlaps_finish:
-                part_seconds += time.perf_counter() - began
+            finishing_seconds.append(time.perf_counter() - part_began)
+        seconds = took()
+        beside = self._device.up.overlaps_finish  # then the copies were still under way at first
+        started = (time.perf_counter() if beside else began) - seconds
+        shares = zip(arrival.parts, arrival.split(seconds), finishing_seconds, strict=True)
+        for part, part_seconds, own_seconds in shares:
+            part_seconds += 0.0 if beside else own_seconds
             self._counters.moved(
                 part.tier,
                 "hot",
@@ -289,7 +302,7 @@ class Mover:
                 total_bytes=self.row_bytes[arrival.layer] * len(part.blocks),
                 seconds=part_seconds,
                 started=started,
-                reason="stream",
+                reason=arrival.reason,
                 layer=arrival.layer,
                 count=len(part.blocks) / len(self._layers),
             )
@@ -330,6 +343,7 @@ class Arrival:
         parts: neighbouring blocks that come from one tier.
         k_out, v_out: where they are wanted.
         decodes: whether they come encoded.
+        reason: why they come, for the log.
     """
 
     layer: int
@@ -337,6 +351,7 @@ class Arrival:
     k_out: torch.Tensor
     v_out: torch.Tensor
     decodes: bool
+    reason: str
 
     def split(self, seconds: float) -> list[float]:
         """Each part's share of the time: what it took the host, and by blocks what the host did not wait for."""

@@ -14,9 +14,10 @@ import pytest
 import torch
 from emulated_cuda import EmulatedGpu
 
-from tieredkv.device import CpuDevice, CudaDevice, Event, device_for
-from tieredkv.device.cuda import CudaEvent
+from tieredkv.device import CpuDevice, CudaDevice, Event, Took, device_for
+from tieredkv.device.cuda import CopyClock, CopyLane, CudaEvent
 from tieredkv.device.memory import pinned_size
+from tieredkv.device.worker import Operation
 from tieredkv.errors import ConfigError
 
 
@@ -86,8 +87,26 @@ def test_a_copy_waits_on_its_stream_for_computing(current: FakeStream) -> None:
         log = lane_log(device, "down")
         event = device.down.submit(lambda: log.append("copy"), after=[recorded])
         event.wait()
-        assert log == [("wait", fake(recorded)), "record", "copy", "record"]
+        assert log == [("wait", fake(recorded)), "copy", "record", "record"]
         assert event.seconds == 0.005
+
+
+def test_what_the_host_does_before_a_copy_is_none_of_its_time(current: FakeStream) -> None:
+    clock = CopyClock()
+    lane = CopyLane(torch.device("cuda:0"), clock)
+    log: list[object] = lane._stream.log  # type: ignore[attr-defined]
+
+    def work() -> None:
+        log.append("host")
+        for head in range(2):
+            clock.begins()
+            log.append(f"copy {head}")
+
+    event = CudaEvent()
+    lane.issue(Operation(None, event), work)
+    assert log == ["host", "record", "copy 0", "copy 1", "record"]
+    clock.begins()  # of no operation
+    assert len(log) == 5
 
 
 def test_computing_waits_on_its_stream_for_a_copy_and_the_host_does_not(current: FakeStream) -> None:
@@ -242,9 +261,9 @@ def test_gpu_copies_go_on_while_one_is_finished(device: CudaDevice) -> None:
     target = device.empty((2, 1 << 10), torch.float32)
     host.fill_(3)
 
-    def finish(copied: torch.Tensor, seconds: float) -> None:
+    def finish(copied: torch.Tensor, took: Took) -> None:
         gate.wait()
-        seen.append((float(copied.sum()), seconds))
+        seen.append((float(copied.sum()), took()))
         copied.add_(1)  # is done before the event
 
     def first() -> torch.Tensor:
@@ -273,7 +292,7 @@ def test_gpu_what_cannot_be_finished_is_over_when_that_is_said(
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", cannot)
     with pytest.raises(RuntimeError, match="can't start"):
-        device.up.submit(lambda: (time.sleep(0.1), target.fill_(7)), finish=lambda result, seconds: None)
+        device.up.submit(lambda: (time.sleep(0.1), target.fill_(7)), finish=lambda result, took: None)
     device.run(lambda: target.fill_(1))
     time.sleep(0.2)
     assert device.run(lambda: float(target.sum())) == 4 and device.up.pending == 0

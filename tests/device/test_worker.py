@@ -272,13 +272,13 @@ def test_delays_and_priorities_never_break_an_order(data: st.DataObject) -> None
 
 def test_what_finishes_an_operation_comes_before_its_event(device: Device) -> None:
     seen: list[object] = []
-    event = device.up.submit(lambda: "moved", finish=lambda result, seconds: seen.append((result, seconds)))
+    event = device.up.submit(lambda: "moved", finish=lambda result, took: seen.append((result, took())))
     event.wait()
     assert len(seen) == 1 and seen[0][0] == "moved" and 0 <= seen[0][1] < 1  # type: ignore[index]
-    failed = device.up.submit(lambda: 2, finish=lambda result, seconds: result / 0)
+    failed = device.up.submit(lambda: 2, finish=lambda result, took: result / 0)
     with pytest.raises(ZeroDivisionError):
         failed.wait()
-    broken = device.up.submit(lambda: 1 / 0, finish=lambda result, seconds: seen.append(result))
+    broken = device.up.submit(lambda: 1 / 0, finish=lambda result, took: seen.append(result))
     with pytest.raises(ZeroDivisionError):
         broken.wait()
     after = device.disk.submit(lambda: seen.append("after"), after=[failed])
@@ -291,7 +291,7 @@ def test_what_finishes_an_operation_comes_before_its_event(device: Device) -> No
 def test_what_touches_the_same_has_to_come_after_the_finish() -> None:
     """It is no part of its stream: on a GPU the next operation runs beside it."""
     with SimulatedAccelerator() as device:
-        first = device.up.submit(nothing, writes=[("stage", 0)], finish=lambda result, seconds: None)
+        first = device.up.submit(nothing, writes=[("stage", 0)], finish=lambda result, took: None)
         with pytest.raises(RaceError):
             device.up.submit(nothing, writes=[("stage", 0)])
         device.up.submit(nothing, writes=[("stage", 0)], after=[first]).wait()

@@ -78,4 +78,6 @@ class FakeEvent:
             self.mark[0].advance(self.mark[1])
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        if other.mark is None or other.mark[0].done < other.mark[1]:
+            raise RuntimeError("both events must be completed before their time is asked")
         return 1.0

@@ -80,7 +80,7 @@ def test_after_an_interrupt_everything_is_where_it_was(cold_dir: Path, what: str
                 doing[what]()
         device.synchronize()
         ring = store.prefetcher
-        assert len(ring._free) + len(ring._loads) == store.settings.staging_buffers
+        assert len(ring._free) + len(ring._loads) == len(ring._buffers)
         if cache.get_seq_length() > length:
             cache.crop(length - cache.get_seq_length())
         audit(cache)

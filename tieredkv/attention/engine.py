@@ -47,7 +47,7 @@ class Engine:
         self._tiles: dict[tuple[int, torch.device], FlexTiles] = {}
         self._tiles_of: tuple[int, int] | None = None
         self._native = PoolAttention(store)
-        self._simulated = store.device.kind == "simulated"
+        self._follows = store.device.follows_accesses
 
     @property
     def native_reason(self) -> str | None:
@@ -137,7 +137,7 @@ class Engine:
         def work() -> tuple[torch.Tensor, torch.Tensor | None]:
             return tiles.attend(call.query, k_pool, v_pool, scale=call.scale, lse=merged)
 
-        slots = {block.hot for run in plan.hot_runs for block in run.blocks} if self._simulated else ()
+        slots = {block.hot for run in plan.hot_runs for block in run.blocks} if self._follows else ()
         out, lse = self.store.device.run(work, reads=[("hot", slot) for slot in slots], name="flex")
         if not merged:
             return out
@@ -194,7 +194,7 @@ class Engine:
         """Neighbouring slots of a pool [kv_heads, slots * block_size, dim]."""
         for run in runs:
             work = functools.partial(_add_slice, plan, call, starts, run, k_flat, v_flat, parts)
-            if self._simulated:
+            if self._follows:
                 slots = [getattr(block, role) for block in run.blocks]
                 self.store.device.run(work, reads=[(role, slot) for slot in slots], name=f"attend {role}")
             else:

@@ -65,7 +65,7 @@ class PoolAttention:
         self._kernels = NativeKernels()
         self._forward: ForwardPlan | None = None
         self._plans: dict[tuple[int, int, int, str | int], _Kept] = {}
-        self._simulated = store.device.kind == "simulated"
+        self._follows = store.device.follows_accesses
 
     @property
     def reason(self) -> str | None:
@@ -132,7 +132,7 @@ class PoolAttention:
             pools.append(store.warm_run(call.layer, 0))
         if kept.reads_new:
             pools += zip(call.key.contiguous(), call.value.contiguous(), strict=True)
-        if not self._simulated:
+        if not self._follows:
             return self._kernels.attend(call.query, pools, kept.native, scale=call.scale)
         work = functools.partial(self._kernels.attend, call.query, pools, kept.native, scale=call.scale)
         reads: list[Region] = []

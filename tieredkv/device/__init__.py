@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tieredkv.device.base import Device, Region, Stream
+from tieredkv.device.base import Device, Region, Stream, Took
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.cpu import CpuDevice
 from tieredkv.device.cuda import CudaDevice, has_flash
@@ -29,6 +29,7 @@ __all__ = [
     "Region",
     "SimulatedAccelerator",
     "Stream",
+    "Took",
     "Traced",
     "device_for",
     "has_flash",

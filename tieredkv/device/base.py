@@ -28,6 +28,11 @@ one that starts with it: freeing ("hot", 3) conflicts with a read of ("hot", 3, 
 
 T = TypeVar("T")
 
+Took = Callable[[], float]
+"""How many seconds an operation's work took: asking waits for its end."""
+Finish = Callable[[T, Took], object]
+"""What follows an operation's work, with what that returned."""
+
 
 class Stream(ABC):
     """A queue of operations that run one at a time, away from the thread that submits them.
@@ -54,7 +59,7 @@ class Stream(ABC):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[T, float], object] | None = None,
+        finish: Finish[T] | None = None,
     ) -> Event:
         """Queue `work` and return at once. Thread-safe.
 
@@ -71,10 +76,11 @@ class Stream(ABC):
             priority: larger goes earlier.
             nbytes: bytes moved, from which a simulated accelerator takes the time.
             garbage: tensors, each overwritten as a whole by `work`, that a simulated accelerator fills with NaN first.
-            finish: called on a thread of the stream with what `work` returned and the seconds it took, once all of it
-                is done, on a GPU too; the event comes after it, and has its exception. Operations behind this one do
-                not wait for it, so that a stream of copies never stops for the host to look at what arrived: what
-                touches the same regions comes after the event.
+            finish: called on a thread of the stream after `work`; the event comes after it, and has its exception. On
+                a GPU what it enqueues comes after all of the work, while itself it may be called before that is done:
+                what it reads of a tensor is what arrived. Operations behind this one do not wait for it, so that a
+                stream of copies never stops for the host to look at what arrived: what touches the same regions comes
+                after the event.
 
         Raises:
             ClosedError: the device was closed, or this process was forked from the one that made it.
@@ -96,6 +102,8 @@ class Device(ABC):
     """The device can attend host memory in place, without a copy."""
     copies_aside: bool = True
     """Copies run beside computing and take nothing from it; not so where the cores that compute do them."""
+    follows_accesses: bool = False
+    """The regions that operations name are looked at, as a simulated accelerator does; else nobody has to list them."""
     up: Stream
     down: Stream
     disk: Stream

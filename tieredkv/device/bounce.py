@@ -27,10 +27,13 @@ class Bounce:
     Args:
         pinned: where the buffers come from, and what says whether a tensor needs them.
         record: gives an event of the calling thread's current stream.
+        begins: called before copies are asked for, for whoever takes their time.
     """
 
-    def __init__(self, pinned: PinnedMemory, record: Callable[[], Event]) -> None:
-        self._pinned, self._record = pinned, record
+    def __init__(
+        self, pinned: PinnedMemory, record: Callable[[], Event], begins: Callable[[], object] = lambda: None
+    ) -> None:
+        self._pinned, self._record, self._begins = pinned, record, begins
         self._rings = {True: _Ring(pinned), False: _Ring(pinned)}
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False, *, to_device: bool) -> None:
@@ -41,6 +44,7 @@ class Bounce:
         goes to scattered memory is copied at once.
         """
         targets, sources = target.unbind(), source.unbind()  # one head's neighbouring slots are contiguous
+        self._begins()
         if self._pinned.holds(source if to_device else target):
             # One after the other without the host in between, which would cost as much as the copies of small heads.
             torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from tieredkv.device.base import Region
+from tieredkv.device.base import Finish, Region
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.event import Event, settled_event
 from tieredkv.device.memory import PinnedMemory, normal_empty
@@ -65,14 +65,35 @@ class CudaEvent(Event):
         return float(self._begin.elapsed_time(self.end)) / 1e3
 
 
+class CopyClock:
+    """Knows when the copies of the operation at hand begin: what the host does before them is none of their time."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()  # each lane's thread has an operation at hand of its own
+
+    def is_at(self, begin: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """The calling thread's operation: `begin` is to be recorded before its first copy."""
+        self._here.waiting = begin, stream
+
+    def begins(self) -> None:
+        """A copy comes next, or nothing does."""
+        waiting = getattr(self._here, "waiting", None)
+        if waiting is not None:
+            self._here.waiting = None
+            begin, stream = waiting
+            begin.record(stream)
+
+
 class CopyLane:
     """One CUDA stream, its operations in flight, and how one is enqueued. Used by one worker thread.
 
     Args:
         device: the GPU.
+        clock: is told of each operation, and tells when its copies begin.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: CopyClock) -> None:
+        self._clock = clock
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._in_flight: deque[CudaEvent] = deque()
 
@@ -82,12 +103,13 @@ class CopyLane:
         with torch.cuda.stream(self._stream):
             for event in operation.after:
                 make_wait(self._stream, event)
-            begin.record(self._stream)
+            self._clock.is_at(begin, self._stream)
             try:
                 work()
             except BaseException:
                 self._stream.synchronize()  # copies enqueued before the failure may still read its tensors
                 raise
+            self._clock.begins()
             end.record(self._stream)
         event = operation.event
         if isinstance(event, CudaEvent):
@@ -128,7 +150,7 @@ def recorded(device: torch.device) -> Event:
 
 
 class FinishLane:
-    """What follows copies once they are done: on the host, or on a CUDA stream of its own. Used by one worker thread.
+    """What follows copies, on a CUDA stream of its own. Used by one worker thread.
 
     Args:
         device: the GPU.
@@ -138,10 +160,13 @@ class FinishLane:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
     def issue(self, operation: Operation, work: Work) -> None:
-        """Wait for the GPU to do what comes before, do the work, and wait for what it enqueued."""
-        for event in operation.after:
-            event.wait()
+        """Enqueue the work behind the copies as soon as those are enqueued, and wait for the end of all of it.
+
+        So the GPU goes from a copy to its checksums without the host in between.
+        """
         with torch.cuda.stream(self._stream):
+            for event in operation.after:
+                make_wait(self._stream, event)
             try:
                 work()
             finally:
@@ -153,21 +178,26 @@ class CudaStream(WorkerStream):
 
     overlaps_finish = True
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._lane = CopyLane(device)
+    def __init__(self, name: str, device: torch.device, clock: CopyClock) -> None:
+        self._lane = CopyLane(device, clock)
         super().__init__(name, Worker(name, self._lane.issue, self._lane.drain))
         self._finisher = Worker(f"{name}-finish", FinishLane(device).issue)
         self._open: deque[Event] = deque()
         self._lock = threading.Lock()
 
-    def queue(self, work: Callable[[], T], finish: Callable[[T, float], object] | None, operation: Operation) -> Event:
+    def queue(self, work: Callable[[], T], finish: Finish[T] | None, operation: Operation) -> Event:
         results: list[T] = []
         event = copied = super().queue(work if finish is None else lambda: results.append(work()), None, operation)
         if finish is not None:
             event = Event(copied.name)
+
+            def took() -> float:
+                copied.join()
+                return copied.seconds
+
             try:
                 self._finisher.submit(
-                    Operation(lambda: finish(results.pop(), copied.seconds), event, (copied,), operation.priority)
+                    Operation(lambda: finish(results.pop(), took), event, (copied,), operation.priority)
                 )
             except BaseException:
                 copied.join()  # whoever is told that nothing was submitted gives back what it uses
@@ -205,10 +235,10 @@ class CudaDevice(WorkerDevice):
         self.torch_device = torch.device("cuda", index)
         self.addresses_host = False
         self._pinned = PinnedMemory(pin_limit_bytes)
-        self._bounce = Bounce(self._pinned, functools.partial(recorded, self.torch_device))
-        super().__init__(
-            CudaStream("up", self.torch_device), CudaStream("down", self.torch_device), WorkerStream("disk")
-        )
+        clock = CopyClock()
+        self._bounce = Bounce(self._pinned, functools.partial(recorded, self.torch_device), clock.begins)
+        up, down = (CudaStream(name, self.torch_device, clock) for name in ("up", "down"))
+        super().__init__(up, down, WorkerStream("disk"))
 
     def run(
         self,

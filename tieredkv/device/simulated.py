@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tieredkv.device.base import Region
+from tieredkv.device.base import Finish, Region
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.clocks import Clock, Clocks
 from tieredkv.device.event import Event, settled_event
@@ -123,7 +123,7 @@ class SimulatedStream(WorkerStream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[T, float], object] | None = None,
+        finish: Finish[T] | None = None,
     ) -> Event:
         self.worker.check_open()
         with self._clocks.lock:
@@ -156,6 +156,8 @@ class SimulatedAccelerator(WorkerDevice):
         clocks: `clocks.races` counts the RaceErrors raised, those that were caught too.
         trace: operations in the order of submission; stays empty unless `is_traced`.
     """
+
+    follows_accesses = True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 
-from tieredkv.device.base import Device, Region, Stream
+from tieredkv.device.base import Device, Finish, Region, Stream
 from tieredkv.device.event import Event
 from tieredkv.errors import ClosedError
 
@@ -262,14 +262,15 @@ def give_torch_one_core() -> None:
         restore.join()
 
 
-def finished(work: Callable[[], T], finish: Callable[[T, float], object] | None, event: Event) -> Work:
+def finished(work: Callable[[], T], finish: Finish[T] | None, event: Event) -> Work:
     """The work and, where what it does is done when it returns, what is to follow it."""
     if finish is None:
         return work
 
     def both() -> None:
         result = work()
-        finish(result, time.perf_counter() - event.started_at)
+        seconds = time.perf_counter() - event.started_at
+        finish(result, lambda: seconds)
 
     return both
 
@@ -296,11 +297,11 @@ class WorkerStream(Stream):
         priority: int = 0,
         nbytes: int = 0,
         garbage: Sequence[torch.Tensor] = (),
-        finish: Callable[[T, float], object] | None = None,
+        finish: Finish[T] | None = None,
     ) -> Event:
         return self.queue(work, finish, Operation(None, self.new_event(name), tuple(after), priority, nbytes))
 
-    def queue(self, work: Callable[[], T], finish: Callable[[T, float], object] | None, operation: Operation) -> Event:
+    def queue(self, work: Callable[[], T], finish: Finish[T] | None, operation: Operation) -> Event:
         """Hand an operation, still without its work, to a worker; the event that is done after both."""
         operation.work = finished(work, finish, operation.event)
         self.worker.submit(operation)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tieredkv.config import CacheSettings
+from tieredkv.config import STAGING_ON_GPU, CacheSettings
 from tieredkv.sizing.footprint import encoded_block_bytes, layer_bytes
 from tieredkv.sizing.layers import LayerKV
 from tieredkv.sizing.record import Budgets, Encoding, Spread, TierShare, Verdict
-
-_STAGING_SHARE = 8  # staging takes at most one part in so many of hot, as the store takes it
 
 
 def spread_blocks(
@@ -91,18 +89,17 @@ def _block_bytes(layers: Sequence[LayerKV], codec: str, encoding: Encoding) -> i
 
 def _staging_bytes(layers: Sequence[LayerKV], hot_bytes: int, encoding: Encoding) -> int:
     """Bytes of all staging buffers: each holds some blocks of one layer, and their encoded form when that differs."""
-    settings = CacheSettings()
+    rule = STAGING_ON_GPU  # the plan is for a device with memory of its own; a CPU takes less for this
     codecs = ("raw",) if encoding.codec == "raw" else ("raw", encoding.codec)
     growing = [layer for layer in layers if layer.grows]
-    each = settings.staging_buffers * max(
+    each = rule.buffers * max(
         sum(encoded_block_bytes(layer, codec, encoding.block_size, encoding.dtype).total_bytes for codec in codecs)
         for layer in growing
     )
     raw_bytes = max(encoded_block_bytes(x, "raw", encoding.block_size, encoding.dtype).total_bytes for x in growing)
-    # The plan is for a device with memory of its own; a CPU takes less for this.
-    most_tokens = settings.most_chunk_tokens(raw_bytes // encoding.block_size, on_gpu=True)
+    most_tokens = rule.chunk_tokens(CacheSettings(), raw_bytes // encoding.block_size)
     most_blocks = max(1, most_tokens // encoding.block_size)
-    return each * max(1, min(max(0, hot_bytes) // _STAGING_SHARE // each, most_blocks))
+    return each * max(1, min(max(0, hot_bytes) // rule.one_in // each, most_blocks))
 
 
 def _windowed_bytes(layers: Sequence[LayerKV], context_tokens: int, encoding: Encoding) -> int:

@@ -316,7 +316,7 @@ class BlockStore(MoveQueue):
                 scratch = None
                 if not self.codec.lossless:
                     scratch = tuple(plane.empty(1, k_pool.device) for plane in self.mover.planes[layer])
-                return self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch)
+                return self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch, reason="request")
 
             self.device.up.submit(
                 load,

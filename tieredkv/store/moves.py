@@ -111,7 +111,7 @@ class MoveQueue:
         setattr(block, role, None)
         self.version += 1
         tier = self.tiers[role]
-        if self.device.kind == "simulated" and role != "cold":
+        if self.device.follows_accesses and role != "cold":
             planes = [p for layer in range(len(self.layers)) for p in tier.run(layer, slot, 1) or ()]
             self.device.poison(planes, (role, slot), by_compute=True)
         tier.slots.release(slot)

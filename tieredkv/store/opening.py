@@ -15,7 +15,7 @@ import torch
 
 from tieredkv.block import LayerGeometry
 from tieredkv.codecs import Codec, get_codec
-from tieredkv.config import CacheSettings, Size
+from tieredkv.config import STAGING_ASIDE, STAGING_ON_CPU, STAGING_ON_GPU, CacheSettings, Size, StagingRule
 from tieredkv.device import LEDGER, Device
 from tieredkv.errors import BudgetError
 from tieredkv.placement import fitting_window, window_blocks
@@ -29,8 +29,6 @@ PACKED_WINDOW_SHARE = 4
 """With `hot_codec` and no window, exact blocks take one part in so many of the room for blocks on the device."""
 SPARE_BLOCKS = 2
 """With `hot_codec`, slots of each row beside its window: the block being filled, and one that waits to be encoded."""
-STAGING_SHARE = 8
-"""Staging takes at most one part in so many of the hot budget, and at least one block of one layer for each buffer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +80,13 @@ class Budget:
         warm_bytes = _size(settings.warm, token_bytes, rows, int(WARM_SHARE * warm_free_bytes))
         warm_slots = warm_bytes // sum(row_bytes)
         has_lower = warm_slots > 0 or settings.cold_settings is not None or settings.hot_codec is not None
-        each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * staging_buffers(settings, device)
+        rule = staging_rule(device)
+        each = staging_bytes(layers, row_bytes, 1, size, codec.lossless) * rule.buffers
         chunk_blocks = 0
         if has_lower:
             largest_bytes = max(layer.token_bytes for layer in layers)
-            most = settings.most_chunk_tokens(largest_bytes, on_gpu=device.kind == "cuda") // size
-            chunk_blocks = max(min(hot_bytes // STAGING_SHARE // each, most), 1)
+            most = rule.chunk_tokens(settings, largest_bytes) // size
+            chunk_blocks = max(min(hot_bytes // rule.one_in // each, most), 1)
         slots = max(hot_bytes - each * chunk_blocks, 0) // (token_bytes * size)
         if slots < max(rows, 1):
             raise BudgetError(
@@ -129,9 +128,11 @@ class Budget:
             raise
 
 
-def staging_buffers(settings: CacheSettings, device: Device) -> int:
-    """How many staging buffers there are: one where nothing is read ahead."""
-    return settings.staging_buffers if device.copies_aside else 1
+def staging_rule(device: Device) -> StagingRule:
+    """How staging buffers are made for a device."""
+    if device.kind == "cuda":
+        return STAGING_ON_GPU
+    return STAGING_ASIDE if device.copies_aside else STAGING_ON_CPU
 
 
 def _memory(device: Device) -> str:
@@ -257,5 +258,5 @@ def staging_ring(
         return []
     return [
         Staging(layers, mover, budget.chunk_blocks, settings.block_size, codec.lossless, device.empty)
-        for _ in range(staging_buffers(settings, device))
+        for _ in range(staging_rule(device).buffers)
     ]

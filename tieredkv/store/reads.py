@@ -158,16 +158,23 @@ def _extend(runs: list[Run], group: _Group, slot: int, size: int) -> None:
 
 
 def _chunks(groups: list[_Group], chunk_blocks: int, size: int) -> tuple[Chunk, ...]:
-    chunks: list[Chunk] = []
+    """Blocks that follow one another in their rows, in chunks of about one size.
+
+    A small one at the end of a layer would cost the host as much as a large one, and hide nothing of what follows.
+    """
+    stretches: list[list[_Group]] = []
     for group in groups:
-        if chunks:
-            last = chunks[-1]
-            if (
-                len(last.blocks) < chunk_blocks
-                and last.rows == group.rows
-                and last.position + last.tokens == group.position
-            ):
-                chunks[-1] = Chunk(last.rows, last.position, (*last.blocks, group.block), last.tokens + size)
+        if stretches:
+            last = stretches[-1][-1]
+            if last.rows == group.rows and last.position + size == group.position:
+                stretches[-1].append(group)
                 continue
-        chunks.append(Chunk(group.rows, group.position, (group.block,), size))
+        stretches.append([group])
+    chunks = []
+    for stretch in stretches:
+        count = -(-len(stretch) // chunk_blocks)
+        for number in range(count):
+            part = stretch[len(stretch) * number // count : len(stretch) * (number + 1) // count]
+            blocks = tuple(group.block for group in part)
+            chunks.append(Chunk(part[0].rows, part[0].position, blocks, len(part) * size))
     return tuple(chunks)

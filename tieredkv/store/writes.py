@@ -39,7 +39,7 @@ def check_tensors(store: BlockStore, layer: int, key: torch.Tensor, value: torch
 
 def write(store: BlockStore, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Write [rows, kv_heads, new, dim] keys and values of one layer."""
-    if store.device.kind == "simulated":
+    if store.device.follows_accesses:
         regions: list[Region] = [
             ("hot", slot) for write in plan.hot_writes for slot in _slots(write.start, write.tokens, store)
         ]

@@ -40,6 +40,8 @@ class PoolTier(Tier):
     def read_summed(self, layer: int, slots: Sequence[int], out: Planes, checksummer: Checksummer) -> list[int] | None:
         """See `Tier.read_summed`."""
         self._check(layer, len(slots), out)
+        if self.out_through is not None:  # to a device of its own
+            return None
         sums = list[int]()
         for index, start, length in self.runs(slots):
             part = tuple(plane[:, index : index + length] for plane in out)

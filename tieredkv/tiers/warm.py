@@ -22,10 +22,19 @@ from tieredkv.tiers.slots import SlotPool
 
 FIRST_PIECE_BYTES = 64 << 20
 LARGEST_PIECE_BYTES = 1 << 30
+FIRST_PIECE_ONE_IN = 8
+"""The first growing piece is one part in so many of the budget, if that is more: a chunk of blocks in few pieces is few
+copies."""
+
+
+def first_piece(budget_bytes: int) -> int:
+    """Bytes of the first growing piece, a power of two."""
+    share_bytes = 1 << max(0, (budget_bytes // FIRST_PIECE_ONE_IN).bit_length() - 1)
+    return min(max(share_bytes, FIRST_PIECE_BYTES), LARGEST_PIECE_BYTES)
 
 
 def piece_sizes(slots: int, block_bytes: int, first_bytes: int = FIRST_PIECE_BYTES) -> list[int]:
-    """Slots of each piece: as many as fit 64 MiB, 128 MiB, … 1 GiB, then smaller powers of two for the rest.
+    """Slots of each piece: as many as fit `first_bytes`, twice that, … 1 GiB, then smaller powers of two for the rest.
 
     Allocators of pinned memory round a request up to a power of two, so each piece stays just below one.
     """
@@ -51,7 +60,7 @@ class WarmTier(PoolTier):
         pieces: "one" takes all memory at the first use, for allocators that commit pages as they are touched;
             "growing" takes pieces as blocks arrive, for pinned memory, which is committed at once. `runs` and `run`
             never cross a piece.
-        first_piece_bytes: size of the first growing piece.
+        first_piece_bytes: size of the first growing piece; None to choose by the budget.
         bounce: what copies to and from a device go through, or None where they need nothing.
     """
 
@@ -62,14 +71,15 @@ class WarmTier(PoolTier):
         host_empty: Empty,
         *,
         pieces: Literal["one", "growing"] = "one",
-        first_piece_bytes: int = FIRST_PIECE_BYTES,
+        first_piece_bytes: int | None = None,
         bounce: Bounce | None = None,
     ) -> None:
         block_bytes = slot_bytes(layers)
         # Growing pieces are filled from the lowest slot, so that no piece is taken while another has room.
         pool = SlotPool(slots, tier="warm", spread=pieces == "one")
         super().__init__("warm", layers, pool, slots * block_bytes)
-        sizes = piece_sizes(slots, block_bytes, first_piece_bytes) if pieces == "growing" else [slots] * bool(slots)
+        first_bytes = first_piece(slots * block_bytes) if first_piece_bytes is None else first_piece_bytes
+        sizes = piece_sizes(slots, block_bytes, first_bytes) if pieces == "growing" else [slots] * bool(slots)
         if bounce is not None:
             self.in_through = partial(bounce.copy, to_device=False)
             self.out_through = partial(bounce.copy, to_device=True)
