@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import hypothesis
+import on_simulated
 import pytest
 import torch
 
@@ -35,12 +38,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked `gpu` needs a CUDA device."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
+    if on_simulated.IS_ASKED_FOR:
+        on_simulated.skip_what_is_of_the_cpu(item)
 
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another test compiled, perhaps by a stand-in, serves no cache of this one."""
+    module = sys.modules.get("tieredkv.attention.kernels")
+    if module is not None:
+        monkeypatch.setattr(module, "COMPILED", module.CompiledFlex())
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    if not on_simulated.IS_ASKED_FOR:
+        yield
+        return
+    with on_simulated.standing_in():
+        yield
 
 
 @pytest.fixture

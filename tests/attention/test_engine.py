@@ -120,7 +120,7 @@ def test_a_kernel_that_is_asked_for_is_the_one_that_serves(kernel: Any, monkeypa
         ("flex", FlexTiles, "attend"),
     ):
         monkeypatch.setattr(owner, method, told(served, name, getattr(owner, method)))
-    model, (ids, mask) = tiny(), batch(1, 0)
+    model, (ids, _) = tiny(), batch(1, 0)
     with (
         torch.no_grad(),
         tieredkv.TieredCache(model, hot="2000 tokens", settings=tieredkv.CacheSettings(kernel=kernel)) as cache,

@@ -5,9 +5,10 @@ A graph takes seconds to compile, so one module-wide registry serves all tests t
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 from torch._inductor.choices import InductorChoices
 from torch.nn.functional import scaled_dot_product_attention
 
+from tieredkv.attention import kernels as module
 from tieredkv.attention.flex import FlexKernels, FlexTiles, TileRow, rows_bucket
-from tieredkv.attention.kernels import options_for
+from tieredkv.attention.kernels import CompiledFlex, options_for
 from tieredkv.errors import ConfigError, MismatchError
 from tieredkv.reference import attend
 
@@ -185,6 +187,34 @@ def test_many_pool_sizes_and_rows_compile_no_more_than_the_cap() -> None:
     ]
 
 
+def test_what_one_cache_compiled_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(module, "_compile", counting(made))
+    shared = CompiledFlex()
+    for cap, slots in ((1, 5), (1, 5), (2, 5), (2, 6), (0, 5)):
+        kernels = FlexKernels(cap, shared)
+        tiles = _tiles(kernels, 1, slots=slots)
+        tiles.update([TileRow([1, 0], 20)])
+        q, pool = torch.zeros(1, 6, 1, 32), torch.zeros(2, slots, SIZE, 32)
+        with contextlib.nullcontext() if cap else pytest.warns(UserWarning, match="plain attention"):
+            tiles.attend(q, pool, pool, scale=1.0, lse=False)
+        assert kernels.graphs == (cap > 0)
+    assert made == [0, 1]  # two sizes of pool
+    monkeypatch.setattr(module, "KEPT_COMBINATIONS", 2)
+    for number in (*range(4), 3, 0):
+        shared.get(number, {}, lse=False)
+    assert made == [0, 1, 2, 3, 4, 5, 6]  # the last two are kept, and the first is compiled again
+
+
+def counting(made: list[int]) -> Callable[..., Any]:
+    def compile_(number: int, options: object, lse: bool, count: Callable[[], None]) -> Any:
+        made.append(number)
+        count()
+        return lambda q, k, v, mask, scale: (torch.zeros_like(q), None)
+
+    return compile_
+
+
 def test_more_graphs_than_one_function_may_have() -> None:
     """Torch raises at the ninth graph of a function; here each shape has its own. The eager backend stands in."""
     kernels = FlexKernels(cap=12)
@@ -201,7 +231,7 @@ def test_more_graphs_than_one_function_may_have() -> None:
 
 def test_beyond_the_cap_the_lse_comes_from_plain_attention() -> None:
     tiles = _tiles(FlexKernels(cap=0), 2, q_length=2)
-    tiles.kernels._lse["cpu"] = True
+    tiles.kernels._compiled._lse["cpu"] = True
     rows = [TileRow([4, 5, 2], 40, 3), TileRow([9], 2)]
     with pytest.warns(UserWarning, match="plain attention"):
         _check(tiles, rows, dtype=torch.float32)

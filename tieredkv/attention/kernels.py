@@ -2,15 +2,19 @@
 
 Shapes are static to the compiler, so every device, dtype, head layout, row bucket and pool size is a graph of its
 own, and more than eight graphs behind one function are an error in torch. Here each combination has its own
-function, the number of graphs has a cap, and what lies beyond it is served by the plain partials.
+function, the number of graphs has a cap, and what lies beyond it is served by the plain partials. Compiled once, a
+combination serves every cache of the process: a conversation that begins does not wait for a compiler again.
 
 Imports: torch only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
@@ -19,6 +23,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 
 GRAPH_CAP = 16
 """Graphs per registry, unless told otherwise: one takes 3 to 6 seconds to compile."""
+KEPT_COMBINATIONS = 32
+"""Of a process: the longest unused is dropped for a new one."""
 
 TORCH_TILE = 64
 """Torch's own choice of keys in a tile, where a GPU has few queries."""
@@ -29,24 +35,70 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], 
 """Called with q, k, v, block mask and scale."""
 
 
+@dataclasses.dataclass(eq=False)
+class _Compiled:
+    """A callable, and how many graphs were compiled for it so far."""
+
+    graphs: int = 0
+    kernel: Kernel | None = None
+
+    def count(self) -> None:
+        """A graph is compiled."""
+        self.graphs += 1
+
+
+class CompiledFlex:
+    """What was compiled in a process, and which devices give an LSE. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, _Compiled] = OrderedDict()  # the longest unused first
+        self._lse: dict[str, bool] = {}
+        self._made = 0
+
+    def get(self, key: Hashable, options: FlexKernelOptions, lse: bool) -> _Compiled:
+        """The callable of a combination; it is compiled when it is first called."""
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                found = _Compiled()
+                found.kernel = _compile(self._made, options, lse, found.count)
+                self._made += 1
+                if len(self._kept) >= KEPT_COMBINATIONS:
+                    self._kept.popitem(last=False)
+            self._kept[key] = found
+            return found
+
+    def returns_lse(self, device: torch.device) -> bool:
+        """Whether compiled FlexAttention returns the LSE on this device: tried once per kind of device."""
+        with self._lock:
+            if device.type not in self._lse:
+                self._lse[device.type] = _probe_lse(device)
+            return self._lse[device.type]
+
+
+COMPILED = CompiledFlex()
+"""The process's, as compiled code is."""
+
+
 class FlexKernels:
-    """The compiled callables of one process, cache or test.
+    """The compiled callables that serve one cache or store.
 
     Args:
-        cap: how many graphs may be compiled; further combinations get no kernel, with one warning.
+        cap: how many graphs may serve; further combinations get no kernel, with one warning.
+        compiled: where they are kept; by default the process's.
     """
 
-    def __init__(self, cap: int = GRAPH_CAP) -> None:
+    def __init__(self, cap: int = GRAPH_CAP, compiled: CompiledFlex | None = None) -> None:
         self.cap = cap
-        self._graphs = 0
-        self._kernels: dict[Hashable, Kernel | None] = {}
-        self._lse: dict[str, bool] = {}
+        self._compiled = COMPILED if compiled is None else compiled
+        self._kernels: dict[Hashable, _Compiled | None] = {}
         self._warned = False
 
     @property
     def graphs(self) -> int:
-        """How many graphs were compiled so far, the LSE probes aside."""
-        return self._graphs
+        """How many compiled graphs serve, the LSE probes aside."""
+        return sum(compiled.graphs for compiled in tuple(self._kernels.values()) if compiled is not None)
 
     def get(
         self, key: Hashable, device: torch.device, dtype: torch.dtype, block_size: int, *, lse: bool
@@ -61,36 +113,34 @@ class FlexKernels:
             lse: whether the LSE is asked of it.
         """
         try:
-            return self._kernels[key]
+            known = self._kernels[key]
         except KeyError:
             pass
-        kernel = None
-        if self._graphs < self.cap:
-            options = options_for(device, dtype, block_size)
-            kernel = _compile(len(self._kernels), options, lse, self._count)
-        if kernel is None and not self._warned:
+        else:
+            return None if known is None else known.kernel
+        compiled = None
+        if self.graphs < self.cap:
+            compiled = self._compiled.get(key, options_for(device, dtype, block_size), lse)
+        if compiled is None and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self.cap} FlexAttention graphs are compiled; plain attention serves further shapes, more slowly. "
                 "Keep the numbers of rows and of pool slots steady, or raise the cap of FlexKernels.",
                 stacklevel=2,
             )
-        self._kernels[key] = kernel
-        return kernel
+        self._kernels[key] = compiled
+        return None if compiled is None else compiled.kernel
 
     def drop(self, key: Hashable, reason: Exception) -> None:
         """Leave a combination to the plain partials because it does not compile, with a warning."""
-        self._kernels[key] = None
+        compiled, self._kernels[key] = self._kernels.get(key), None
+        if compiled is not None:
+            compiled.kernel = None  # no other cache tries it again
         warnings.warn(f"FlexAttention does not compile here, plain attention serves instead: {reason}", stacklevel=2)
 
     def returns_lse(self, device: torch.device) -> bool:
         """Whether compiled FlexAttention returns the LSE on this device: tried once per kind of device."""
-        if device.type not in self._lse:
-            self._lse[device.type] = _probe_lse(device)
-        return self._lse[device.type]
-
-    def _count(self) -> None:
-        self._graphs += 1
+        return self._compiled.returns_lse(device)
 
 
 def options_for(device: torch.device, dtype: torch.dtype, block_size: int) -> FlexKernelOptions:
