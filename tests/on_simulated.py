@@ -1,0 +1,62 @@
+"""The tests on the simulated accelerator, with `make simulated`: every cache that was given no device gets one.
+
+Its copies come late and in an order of their own, and at the end of each test no two accesses were without an order.
+
+Imports tieredkv only when it is used, so that the tests decide themselves when the package is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from tieredkv.device import Device
+    from tieredkv.device.clocks import Clocks
+
+IS_ASKED_FOR = os.environ.get("TIEREDKV_TEST_DEVICE") == "simulated"
+
+MAX_DELAY_SECONDS = 0.0005
+
+OF_THE_CPU: dict[str, str] = {}
+"""Tests that are about the CPU as a device, by the beginning of their names: why."""
+
+
+def skip_what_is_of_the_cpu(item: pytest.Item) -> None:
+    """Skip a test that no other device can pass."""
+    for name, why in OF_THE_CPU.items():
+        if item.nodeid.startswith(f"tests/{name}"):
+            pytest.skip(f"about the CPU: {why}")
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[None]:
+    """Inside, a cache on a CPU is on a simulated accelerator; afterwards each is closed, and none saw a race."""
+    from tieredkv.device import SimulatedAccelerator, device_for
+    from tieredkv.hf import tenancy
+
+    rng = random.Random(0)
+    made: list[tuple[weakref.ref[Device], Clocks]] = []
+
+    def simulated_for(torch_device: torch.device | str) -> Device:
+        if str(torch_device) != "cpu":
+            return device_for(torch_device)
+        device = SimulatedAccelerator(seed=rng.getrandbits(32), max_delay_seconds=MAX_DELAY_SECONDS)
+        made.append((weakref.ref(device), device.clocks))  # tests hold that a cache is collected, device and all
+        return device
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tenancy, "device_for", simulated_for)
+        yield
+    for reference, _ in made:
+        if (device := reference()) is not None:
+            device.close()
+    assert [clocks.races for _, clocks in made] == [0] * len(made)
