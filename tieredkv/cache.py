@@ -23,6 +23,7 @@ from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, ColdSettings, Size, Verify
 from tieredkv.device import Device
 from tieredkv.errors import ConfigError
+from tieredkv.hf import refusals
 from tieredkv.hf.attachment import Attachment
 from tieredkv.hf.resumable import Resumable
 from tieredkv.stats import CacheStats, Mode, MoveRecord
@@ -117,31 +118,56 @@ class TieredCache(Resumable):
         self._empty()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i what row `beam_idx[i]` was; blocks are shared, and copied only when one of them is written."""
+        """Make row i what row `beam_idx[i]` was; blocks are shared, and copied only when one of them is written.
+
+        Raises:
+            MismatchError: a row that the cache does not hold, or none at all; nothing is changed.
+        """
         self._select([int(i) for i in beam_idx])
-        self._others.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times; the copies share their blocks."""
-        rows = 0 if self._place.holder is None else len(self._place.holder.table)
-        self._select([row for row in range(rows) for _ in range(repeats)])
-        self._others.repeat(repeats)
+        """Repeat each row `repeats` times; the copies share their blocks.
+
+        Raises:
+            MismatchError: no row would be left; nothing is changed.
+        """
+        self._finish()
+        self._select([row for row in range(self._rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that `indices` names (a mask of bools, or row numbers), in that order."""
-        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._select([int(i) for i in chosen])
-        self._others.select(indices)
+        """Keep the rows that `indices` names (a mask of bools, or row numbers), in that order.
+
+        Raises:
+            MismatchError: a row that the cache does not hold, or none at all; nothing is changed.
+        """
+        if indices.dtype == torch.bool:
+            if self._rows and indices.shape != (self._rows,):
+                raise refusals.no_such_row(self._rows, f"a mask of shape {list(indices.shape)}")
+            indices = indices.nonzero().flatten()
+        self._select([int(i) for i in indices])
+
+    @property
+    def _rows(self) -> int:
+        """Batch rows; 0 while the cache is empty."""
+        holder = self._place.holder
+        return self._others.rows if holder is None or not holder.table.rows else len(holder.table)
 
     def _select(self, indices: Sequence[int]) -> None:
         self._finish()
-        if self._place.store is None or self._place.holder is None or not self._place.holder.table.rows:
+        rows = self._rows
+        if not rows:
             return
-        with self._place.store.lock:
-            self._place.holder.table.select(indices)
-        self._positions.select(indices)
+        wrong = [index for index in indices if not -rows <= index < rows]
+        if wrong or not indices:
+            raise refusals.no_such_row(rows, f"row {wrong[0]}" if wrong else "none")
+        chosen = [index % rows for index in indices]
+        self._others.select(chosen)
+        if self._place.holder is not None and self._place.store is not None and self._place.holder.table.rows:
+            with self._place.store.lock:
+                self._place.holder.table.select(chosen)
+            self._positions.select(chosen)
         if self.watch is not None:
-            self.watch.select(indices)
+            self.watch.select(chosen)
 
     def reserve(self, tokens: int) -> None:
         """Check that so many tokens of each row fit; nothing is allocated.
@@ -186,11 +212,13 @@ class TieredCache(Resumable):
     @property
     def mode(self) -> Mode:
         """ "blocks" when every tiered layer is attended over blocks, "gather" otherwise."""
-        return "blocks" if self._ways.all_blocks else "gather"
+        return "blocks" if self._ways.all_blocks and self._attachment.selected else "gather"
 
     @property
     def fallback_reason(self) -> str | None:
         """Why the first layer that gathers does, or None."""
+        if self._ways.all_blocks and not self._attachment.selected:
+            return self._attachment.why_not_selected
         return self._ways.reason
 
     def parts(self) -> report.Parts:
@@ -302,6 +330,7 @@ class TieredCache(Resumable):
         self._finish()
         twin = TieredCache(self._attachment.config, settings=self._settings, device=self._place.device)
         memo[id(self)] = twin
+        self._attachment.fork(twin._attachment)
         twin._ways, twin._place.priority = self._ways.copy(), self._place.priority
         twin._positions = copy.deepcopy(self._positions)
         twin.watch, twin.leaving = None if self.watch is None else self.watch.fork(), self.leaving
@@ -328,4 +357,6 @@ class TieredCache(Resumable):
 
 
 def _rebuild(config: Any, settings: CacheSettings) -> TieredCache:
-    return TieredCache(config, settings=settings)
+    cache = TieredCache(config, settings=settings)
+    cache._attachment.detach(presumed=settings.beyond == "drop")
+    return cache

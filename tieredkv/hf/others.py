@@ -9,7 +9,7 @@ Imports: errors, plan; transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,14 @@ class OtherLayers:
             call(layer)
 
     def reset(self) -> None:
-        """Empty every layer."""
-        self.each(lambda layer: layer.reset())
+        """Empty every layer; the next forward may have another number of rows."""
+        for layer in self:
+            layer.reset()
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for held in (layer.conv_states, layer.recurrent_states, layer.conv_kernel_size):
+                    held.update(dict.fromkeys(held))
+                for flags in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+                    flags.update(dict.fromkeys(flags, False))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens, as transformers' `crop` counts them, from all layers or from none.
@@ -80,7 +86,7 @@ class OtherLayers:
             RuntimeError: a window or a state has moved on, and its past was not recorded (`activate_past_recording`).
             MismatchError: a recurrent state, which never can go back.
         """
-        before = [(layer, {k: dict(v) if isinstance(v, dict) else v for k, v in vars(layer).items()}) for layer in self]
+        before = self._noted()
         try:
             for layer_idx, layer in self.layers.items():
                 if tokens_to_remove and any(getattr(layer, "is_recurrent_states_initialized", {}).values()):
@@ -92,22 +98,36 @@ class OtherLayers:
                     )
                 if _has_tokens(layer):
                     layer.crop(tokens_to_remove)
-        except Exception:
-            for layer, state in before:
-                vars(layer).update(state)
+        except BaseException:
+            _put_back(before)
             raise
 
-    def reorder(self, beam_idx: torch.Tensor) -> None:
-        """Reorder rows."""
-        self.each(lambda layer: layer.reorder_cache(beam_idx))
+    def _noted(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Each layer and what it holds, for `_put_back`."""
+        return [(layer, {k: dict(v) if isinstance(v, dict) else v for k, v in vars(layer).items()}) for layer in self]
 
-    def repeat(self, repeats: int) -> None:
-        """Repeat rows; linear states have no method for it in transformers, and are left as stock leaves them."""
-        self.each(lambda layer: layer.batch_repeat_interleave(repeats))
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i of every layer what row `rows[i]` was, or leave all layers as they are.
 
-    def select(self, indices: torch.Tensor) -> None:
-        """Keep some rows."""
-        self.each(lambda layer: layer.batch_select_indices(indices))
+        Of the methods that transformers has for it, `reorder_cache` alone is there for every kind of layer, and takes
+        rows more than once or not at all.
+        """
+        chosen, before = torch.tensor(rows, dtype=torch.long), self._noted()
+        try:
+            self.each(lambda layer: layer.reorder_cache(chosen))
+        except BaseException:
+            _put_back(before)
+            raise
+
+    @property
+    def rows(self) -> int:
+        """Batch rows that the layers hold; 0 while they are empty."""
+        for layer in self:
+            states = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
+            for held in (getattr(layer, "keys", None), *(state for each in states if each for state in each.values())):
+                if isinstance(held, torch.Tensor):
+                    return held.shape[0]
+        return 0
 
     def roll_back(self, tokens: int) -> str | None:
         """Bring layers that went ahead in a forward that was taken back to `tokens` tokens.
@@ -174,6 +194,12 @@ class OtherLayers:
                 for tensor in value.values() if isinstance(value, dict) else (value,):
                     total += tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
         return total
+
+
+def _put_back(noted: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Layers as `OtherLayers._noted` found them."""
+    for layer, state in noted:
+        vars(layer).update(state)
 
 
 def _tensors_beside(layer: Any) -> list[tuple[str, int, torch.Tensor]]:

@@ -5,7 +5,7 @@ Imports: errors.
 
 from __future__ import annotations
 
-from tieredkv.errors import ClosedError, MismatchError, TrainingModeError
+from tieredkv.errors import ClosedError, HandleError, MismatchError, TrainingModeError
 
 
 def no_such_layer(layer_idx: int, layers: int) -> MismatchError:
@@ -29,12 +29,23 @@ def layer_again(layer_idx: int) -> MismatchError:
     )
 
 
-def gradients() -> TrainingModeError:
-    """Keys that need gradients."""
+def not_attended(which: str) -> HandleError:
+    """The error for new keys alone that came to another attention, which would have taken them for all there are."""
+    return HandleError(
+        f"{which} got its new keys alone, and no attention over blocks followed; the step is not valid.",
+        wanted='the attention implementation "tieredkv" in the model that is called, as in the first forward',
+        got="another attention, or a direct call of update",
+        change='model.set_attn_implementation("tieredkv") on that model, or TieredCache(model) for it; do not change '
+        "the attention in mid-forward. Then reset the cache and prefill again",
+    )
+
+
+def gradients(what: str) -> TrainingModeError:
+    """Gradients would be lost without a word: neither the store nor attention over blocks keeps a graph."""
     return TrainingModeError(
-        "Keys that need gradients cannot be stored.",
+        "A TieredCache keeps no gradients.",
         wanted="inference",
-        got="key_states.requires_grad with gradients enabled",
+        got=f"{what} with gradients enabled",
         change="model.eval() and `with torch.no_grad():` (generate does both)",
     )
 
@@ -46,6 +57,16 @@ def other_rows(held: int, got: int) -> MismatchError:
         wanted=held,
         got=got,
         change="reset the cache, or batch_repeat_interleave / batch_select_indices it first",
+    )
+
+
+def no_such_row(held: int, got: str) -> MismatchError:
+    """Rows to keep that are not there, or none."""
+    return MismatchError(
+        "The cache cannot be made of these rows.",
+        wanted=f"at least one of rows 0 to {held - 1}",
+        got=got,
+        change="reset the cache to drop every row",
     )
 
 
