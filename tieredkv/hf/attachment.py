@@ -24,6 +24,7 @@ from tieredkv.block import LayerGeometry
 from tieredkv.errors import ConfigError, UnsupportedModelError
 from tieredkv.hf import seam
 from tieredkv.hf.layers import is_tierable
+from tieredkv.hf.selection import Selection
 from tieredkv.sizing import LayerKV, kv_layers
 
 SPARSE = frozenset(
@@ -37,21 +38,27 @@ SPARSE = frozenset(
 """Layer types that keep the keys of an indexer beside their K and V; see `others`."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # each is one cache's
 class Attachment:
     """A cache's tie to its model.
 
     Args:
         config: the text decoder's config.
         model: the model, when the cache was given it.
-        previous: its attention implementation before the cache selected "tieredkv", or None.
         refusal: why attention over blocks was not selected, or None.
+        is_copy: `config` is a copy that no model reads, until a forward shows the one that is read.
+        presumed: whether "tieredkv" is taken to be selected as long as `is_copy`.
     """
 
     config: Any
     model: weakref.ref[Any] | None = None
-    previous: str | None = None
     refusal: str | None = None
+    is_copy: bool = False
+    presumed: bool = False
+
+    def __post_init__(self) -> None:
+        self._read = self.config
+        self._selection: Selection | None = None
 
     @classmethod
     def to(cls, model: Any) -> Attachment:
@@ -82,7 +89,10 @@ class Attachment:
     def select(self) -> None:
         """Select attention over blocks on the model, if the cache was given one that can."""
         model = None if self.model is None else self.model()
-        if model is None or seam.implementation_of(self.config) == seam.NAME:
+        if model is None:
+            return
+        if seam.implementation_of(self.config) == seam.NAME:
+            self._join(model)
             return
         if not model._can_set_attn_implementation():
             self.refusal = f"{type(model).__name__} does not use transformers' attention interface"
@@ -93,15 +103,44 @@ class Attachment:
         if any(name in SPARSE for name in get_layer_types_and_kwargs(self.config)[0]):
             self.refusal = "the keys that an indexer chooses are known to transformers' own attention only"
             return
-        self.previous = seam.implementation_of(self.config)
-        model.set_attn_implementation(seam.NAME)
+        self._join(model)
+
+    def _join(self, model: Any) -> None:
+        self._selection = Selection.of(model)
+        self._selection.join(self, model, self.config)
 
     def restore(self) -> None:
-        """Put the old implementation back, unless somebody has changed it since."""
-        model = None if self.model is None else self.model()
-        if model is not None and self.previous is not None and seam.implementation_of(self.config) == seam.NAME:
-            model.set_attn_implementation(self.previous)
-        self.previous = None
+        """Put the old implementation back if no other cache needs ours, unless somebody has changed it since."""
+        if self._selection is not None:
+            self._selection.leave(self)
+
+    def fork(self, twin: Attachment) -> None:
+        """`twin` is that of a deep copy of the cache, which needs the implementation as this one does."""
+        twin.model, twin.refusal, twin._selection = self.model, self.refusal, self._selection
+        twin.is_copy, twin.presumed, twin._read = self.is_copy, self.presumed, self._read
+        if self._selection is not None:
+            self._selection.stay(self, twin)
+
+    def detach(self, presumed: bool) -> None:
+        """The cache was restored by value, and the config with it: what it says of attention is the past."""
+        self.is_copy, self.presumed = True, presumed
+
+    def met(self, config: Any) -> None:
+        """Our attention was called by a module that has this config, and reads its implementation there."""
+        if self.is_copy and config is not None:
+            self.is_copy, self._read = False, config
+
+    @property
+    def selected(self) -> bool:
+        """Whether the model will call our attention, as far as is known. Takes 12 µs."""
+        return self.presumed if self.is_copy else seam.implementation_of(self._read) == seam.NAME
+
+    @property
+    def why_not_selected(self) -> str:
+        """The reason to give where it is not."""
+        if self.is_copy:
+            return "the cache was restored by value: the next forward shows which attention the model uses"
+        return f"the model's attention implementation is {seam.implementation_of(self._read)!r}, not {seam.NAME!r}"
 
     @property
     def fingerprint(self) -> str:

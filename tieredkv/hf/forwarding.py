@@ -69,7 +69,7 @@ class Forwarding(DynamicCache):
         self._asked = True  # for a length or a mask since the last update, as a new forward does
         self.watch: TokenWatch | None = None
         attachment.select()
-        self._ways = Ways(self._tiered, attachment.refusal)
+        self._ways = Ways(self._tiered, attachment.refusal, settings.beyond == "drop")
 
     @seam.outside_graphs
     def update(
@@ -96,11 +96,11 @@ class Forwarding(DynamicCache):
         """
         if layer_idx not in self._index:
             if layer_idx >= len(self.layers):
-                self._refuse(refusals.no_such_layer(layer_idx, len(self.layers)))
+                self.refuse(refusals.no_such_layer(layer_idx, len(self.layers)))
             self._begin_with_other_layer(key_states, layer_idx, kwargs)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if key_states.requires_grad and torch.is_grad_enabled():
-            raise refusals.gradients()
+        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
+            raise refusals.gradients("key_states.requires_grad or value_states.requires_grad")
         rows, _, new, _ = key_states.shape
         if rows == 0:
             return key_states, value_states
@@ -118,7 +118,7 @@ class Forwarding(DynamicCache):
         self._asked = False
         return self._result(plan, layer, key_states, value_states, "kwargs" in kwargs)
 
-    def _refuse(self, error: TieredKVError) -> None:
+    def refuse(self, error: TieredKVError) -> None:
         """Raise an error, and take back what was written of this forward."""
         if self._place.store is not None and self._place.holder is not None:
             self._take_back(self._place.store, self._place.holder)
@@ -128,14 +128,13 @@ class Forwarding(DynamicCache):
         self, plan: ForwardPlan, layer: int, key: torch.Tensor, value: torch.Tensor, with_keywords: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new K and V with a handle where blocks serve, else all of the layer's."""
-        selected = self._selected
-        full = plan.past == 0 or not (selected and self._ways.serves_blocks(layer, with_keywords))
+        selected, ways = self._selected, self._ways
+        full = plan.past == 0 or not (selected and ways.serves_blocks(layer, with_keywords))
         if full and plan.past:
             key, value = self._gather(plan, layer, key, value)
-        if self._ways.wants_handle(layer, selected, with_keywords):
-            handle = Handle(self._self, layer, plan, full)
-            handle.attach(key, value)
-            self._ways.issue(handle)
+        if ways.wants_handle(layer, selected or self._attachment.is_copy, with_keywords):
+            is_last = len(plan.updated) == len(self._tiered)
+            key, value = ways.issue(Handle(self._self, layer, plan, full), key, value, is_last)
         return key, value
 
     def _gather(
@@ -157,14 +156,14 @@ class Forwarding(DynamicCache):
         if plan is not None and layer not in plan.updated and (plan.rows, plan.new) == (rows, new):
             return plan
         if plan is not None and layer in plan.updated and len(plan.updated) < len(self._tiered) and not self._asked:
-            self._refuse(refusals.layer_again(self._tiered[layer]))
+            self.refuse(refusals.layer_again(self._tiered[layer]))
         self._finish()
         if holder.table.rows and len(holder.table) != rows:
             raise refusals.other_rows(len(holder.table), rows)
         self._positions.check(kwargs.get("kwargs"), holder.tokens, new)
         self._broken = self._broken or self._others.out_of_step(holder.tokens, new)
         self._check_usable()
-        self._selected = seam.implementation_of(self._attachment.config) == seam.NAME
+        self._selected = self._attachment.selected
         if not self._selected:
             refuse_dropped(store)
         try:
@@ -257,11 +256,12 @@ class Forwarding(DynamicCache):
         try:
             self._ways.check_claims()
         except HandleError as unclaimed:
-            self._refuse(unclaimed)
+            self.refuse(unclaimed)
 
     def handle_arrived(self, handle: Handle, reason: str | None, mask: torch.Tensor | None) -> None:
         """The attention function got a handle, and perhaps a mask that is a tensor; see `Ways.arrived`."""
         handle.mask = mask
+        self._attachment.met(handle.config)
         self._ways.arrived(handle, reason)
 
     # ---- lengths and masks

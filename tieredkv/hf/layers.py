@@ -6,11 +6,14 @@ Imports: errors, plan; transformers' cache layers.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
+from tieredkv.errors import TieredKVError
+from tieredkv.hf import refusals
 from tieredkv.plan import ForwardPlan
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ class Handle:
         full: the tensors are all of the layer's K and V, so that any attention is right over them.
     """
 
-    __slots__ = ("cache", "claimed", "full", "layer", "mask", "plan")
+    __slots__ = ("cache", "claimed", "config", "full", "layer", "mask", "plan")
 
     def __init__(
         self, cache: weakref.ref[Forwarding] | weakref.ref[StepCache], layer: int, plan: ForwardPlan, full: bool
@@ -41,6 +44,7 @@ class Handle:
         self.cache, self.layer, self.plan, self.full = cache, layer, plan, full
         self.claimed = False
         self.mask: torch.Tensor | None = None  # what attention was given, where it was a tensor already
+        self.config: Any = None  # of the module that called attention
 
     def attach(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send the handle with both tensors. They hold the handle, and it holds neither of them."""
@@ -52,6 +56,67 @@ class Handle:
         """The handle that both tensors carry, or None when either was made anew on the way."""
         handle = getattr(key, HANDLE, None)
         return handle if isinstance(handle, Handle) and getattr(value, HANDLE, None) is handle else None
+
+    def refuse(self, error: TieredKVError) -> NoReturn:
+        """Raise an error of this layer's attention; of its forward nothing stays, so that it can be fed again."""
+        take_back: Callable[[TieredKVError], NoReturn] | None = getattr(self.cache(), "refuse", None)
+        if take_back is not None:  # a step of several caches is abandoned by who began it
+            take_back(error)
+        raise error
+
+
+class NewTokens(torch.Tensor):
+    """K or V of the new tokens alone, on their way to attention over blocks. Any other use of the values is an error.
+
+    Another attention would take them for all there is, and after a model's last layer nothing comes that could notice.
+    """
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, guarded. Tensors of other classes stay as they are: a guard would take their class away."""
+        return tensor.as_subclass(cls) if type(tensor) is torch.Tensor else tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What says nothing of the values is allowed, and what gives back the same tensor."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name in _UNSEEING:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if result is args[0] or not isinstance(result, torch.Tensor):
+                return result
+        error = refusals.not_attended("A layer")
+        for tensor in _guarded(args, kwargs):
+            handle = getattr(tensor, HANDLE, None)
+            if isinstance(handle, Handle):
+                handle.refuse(error)
+        raise error
+
+
+_UNSEEING = frozenset(
+    {"contiguous", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "nelement"}
+    | {"numel", "size", "stride", "to", "type_as"}
+)
+
+
+def unguarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that came to the attention it was meant for."""
+    if type(tensor) is NewTokens:
+        # Half the time of another view. mypy takes it for a variable of the narrower type.
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+    return tensor
+
+
+def _guarded(*values: Any) -> Iterator[NewTokens]:
+    for value in values:
+        if isinstance(value, NewTokens):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _guarded(*value)
+        elif isinstance(value, dict):
+            yield from _guarded(*value.values())
 
 
 class TieredLayer(DynamicLayer):

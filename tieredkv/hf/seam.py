@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -24,8 +24,13 @@ from tieredkv.attention.call import LayerCall
 from tieredkv.attention.lse import merge
 from tieredkv.attention.masks import MaskSpec, TensorMask
 from tieredkv.attention.plain import plain
-from tieredkv.errors import HandleError, MismatchError, TrainingModeError, UnsupportedModelError
-from tieredkv.hf.layers import Handle
+from tieredkv.errors import HandleError, MismatchError, TieredKVError, TrainingModeError, UnsupportedModelError
+from tieredkv.hf import refusals
+from tieredkv.hf.layers import Handle, unguarded
+
+if TYPE_CHECKING:
+    from tieredkv.hf.forwarding import Forwarding
+    from tieredkv.hf.step import StepCache
 
 NAME = "tieredkv"
 """The attention implementation: `model.set_attn_implementation("tieredkv")`."""
@@ -108,21 +113,14 @@ def attention(
     cache = handle.cache()
     if cache is None:
         return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
-    if module.training and dropout > 0.0:
-        raise TrainingModeError(
-            "A TieredCache was used in training mode.", wanted="eval mode", got="dropout > 0", change="model.eval()"
-        )
-    mask = attention_mask
-    if isinstance(mask, torch.Tensor):
-        mask = TensorMask(mask)
-    handle.claimed = True
-    _check_model(cache.model_config, module)
-    _check_mask(handle, mask)
-    reason = _why_not_blocks(handle, module, query, mask, kwargs)
-    cache.handle_arrived(handle, reason, attention_mask if isinstance(attention_mask, torch.Tensor) else None)
-    if reason is not None and not handle.full:
-        raise _changed(reason)
-    if reason is not None or (handle.full and handle.plan.past):
+    mask = TensorMask(attention_mask) if isinstance(attention_mask, torch.Tensor) else attention_mask
+    handle.claimed, handle.config = True, getattr(module, "config", None)
+    try:
+        over_blocks = _may_serve(cache, handle, module, query, mask, dropout, kwargs)
+    except TieredKVError as error:
+        handle.refuse(error)
+    key, value = unguarded(key), unguarded(value)
+    if not over_blocks:
         return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     call = LayerCall(
         layer=handle.layer,
@@ -137,9 +135,43 @@ def attention(
     return cache.attend(handle.plan, call).transpose(1, 2).contiguous(), None
 
 
-def _check_model(config: Any, module: torch.nn.Module) -> None:
+def _may_serve(
+    cache: Forwarding | StepCache,
+    handle: Handle,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: Any,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether this call is to be served over blocks; its cache is told what was found out.
+
+    Raises:
+        HandleError: blocks cannot serve it, and nothing else can.
+        MismatchError: another model, or a mask that is too short.
+        TrainingModeError: dropout, or gradients.
+    """
+    if module.training and dropout > 0.0:
+        raise TrainingModeError(
+            "A TieredCache was used in training mode.", wanted="eval mode", got="dropout > 0", change="model.eval()"
+        )
+    _check_model(cache.model_config, handle.config)
+    _check_mask(handle, mask)
+    reason = _why_not_blocks(handle, module, query, mask, kwargs)
+    if reason is not None and not handle.full:
+        raise _changed(reason)
+    given = mask.tensor if isinstance(mask, TensorMask) else None
+    over_blocks = reason is None and not (handle.full and handle.plan.past)
+    if over_blocks and torch.is_grad_enabled():
+        for name, tensor in (("query", query), ("attention_mask", given), ("s_aux", kwargs.get("s_aux"))):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                raise refusals.gradients(f"{name}.requires_grad")
+    cache.handle_arrived(handle, reason, given)
+    return over_blocks
+
+
+def _check_model(config: Any, theirs: Any) -> None:
     """Refuse a model of another depth than the cache's: its forwards would look as if they had broken off."""
-    theirs = getattr(module, "config", None)
     if theirs is config or theirs is None:
         return
     layers, wanted = getattr(theirs, "num_hidden_layers", None), getattr(config, "num_hidden_layers", None)

@@ -2,17 +2,20 @@
 
 `update` returns tensors that carry a handle. While a layer's way is unknown they are all of the layer's K and V, so
 that any attention is right over them; if the attention function then sees the handle arrive untouched, blocks serve
-the layer from the next forward on. A handle over new tokens alone that nobody claims means a wrong step, and raises.
+the layer from the next forward on. New tokens alone are guarded where nothing later in the forward would notice that
+another attention took them for all there is; elsewhere a handle that nobody claimed raises at the next update.
 
-Imports: errors, hf.layers, hf.seam.
+Imports: hf.layers, hf.refusals.
 """
 
 from __future__ import annotations
 
 import logging
 
-from tieredkv.errors import HandleError
-from tieredkv.hf.layers import Handle
+import torch
+
+from tieredkv.hf import refusals
+from tieredkv.hf.layers import Handle, NewTokens
 
 logger = logging.getLogger("tieredkv")
 
@@ -28,10 +31,11 @@ class Ways:
     Args:
         tiered: the model's index of each tiered layer.
         refusal: why blocks were not selected at all, or None.
+        presumed: there are no whole K and V to probe with: blocks serve, or the forward is an error.
     """
 
-    def __init__(self, tiered: list[int], refusal: str | None) -> None:
-        self._tiered = tiered
+    def __init__(self, tiered: list[int], refusal: str | None, presumed: bool = False) -> None:
+        self._tiered, self._presumed = tiered, presumed
         self._ways = ["unknown"] * len(tiered)
         self._reasons: list[str | None] = [refusal] * len(tiered)
         self._with_keywords = [False] * len(tiered)
@@ -53,6 +57,8 @@ class Ways:
 
     def serves_blocks(self, layer: int, with_keywords: bool) -> bool:
         """Whether new tokens alone may be returned: blocks serve the layer, and the call is like the probed one."""
+        if self._ways[layer] == "unknown":
+            return self._presumed
         return self._ways[layer] == "blocks" and self._with_keywords[layer] == with_keywords
 
     def wants_handle(self, layer: int, selected: bool, with_keywords: bool) -> bool:
@@ -69,12 +75,21 @@ class Ways:
             elif self._reasons[layer] is None:
                 self._reasons[layer] = 'the attention implementation is not "tieredkv"'
             return selected
+        if self._ways[layer] == "blocks" and not selected:
+            self._warn('the attention implementation is not "tieredkv" any more')
         return selected and self.serves_blocks(layer, with_keywords)
 
-    def issue(self, handle: Handle) -> None:
-        """Remember a handle that goes out with a layer's tensors."""
+    def issue(
+        self, handle: Handle, key: torch.Tensor, value: torch.Tensor, is_last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's tensors with their handle, which is remembered; `is_last` of the forward's layers."""
+        if not handle.full and (is_last or handle.plan.new > 1 or self._ways[handle.layer] == "unknown"):
+            # Not in each layer at each token, as it takes 3 µs: there the next layer's update notices in time.
+            key, value = NewTokens.of(key), NewTokens.of(value)
+        handle.attach(key, value)
         self._handles.append(handle)
         self._last = handle
+        return key, value
 
     def arrived(self, handle: Handle, reason: str | None) -> None:
         """The attention function saw the handle; `reason` is why blocks cannot serve its call, or None."""
@@ -97,13 +112,7 @@ class Ways:
         handle = self._last
         if handle is not None and not handle.claimed and not handle.full:
             self.forget_forward()
-            raise HandleError(
-                f"Layer {self._tiered[handle.layer]} got its new keys alone, and no attention over blocks followed; "
-                "the step is not valid.",
-                wanted='the attention implementation "tieredkv", as in the first forward',
-                got="another attention, or a direct call of update",
-                change="do not change the attention in mid-forward; reset the cache and prefill again",
-            )
+            raise refusals.not_attended(f"Layer {self._tiered[handle.layer]}")
 
     def end_forward(self) -> None:
         """Every layer was updated: settle what was probed.
@@ -127,13 +136,17 @@ class Ways:
 
     def copy(self) -> Ways:
         """The same ways, without handles."""
-        twin = Ways(self._tiered, None)
+        twin = Ways(self._tiered, None, self._presumed)
         twin._ways, twin._reasons = list(self._ways), list(self._reasons)
         twin._with_keywords, twin._warned = list(self._with_keywords), self._warned
         return twin
 
     def _choose(self, layer: int, way: str, reason: str | None) -> None:
         self._ways[layer], self._reasons[layer] = way, reason
-        if way == "gather" and not self._warned:
+        if way == "gather":
+            self._warn(reason)
+
+    def _warn(self, reason: str | None) -> None:
+        if not self._warned:
             self._warned = True
             logger.warning("tieredkv: whole K/V is gathered for attention: %s", reason)
