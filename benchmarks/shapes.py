@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tieredkv import TieredCache
+from tieredkv.cli.stock import cache_keyword
 
 CPU = torch.device("cpu")
 
@@ -82,9 +83,10 @@ def wait(device: torch.device) -> None:
 def step_of(model: Any, cache: DynamicCache, device: torch.device = CPU) -> Callable[[], Any]:
     """One decode step, done when it returns."""
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    given = {cache_keyword(model): cache}
 
     def step() -> Any:
-        out = model(token, cache=cache)
+        out = model(token, **given)
         wait(device)
         return out
 
@@ -99,12 +101,11 @@ def fill(
     rows: int = 1,
     device: torch.device | None = None,
 ) -> None:
-    """Put random K and V of `tokens` tokens into every layer."""
-    generator = torch.Generator().manual_seed(1)
+    """Put random K and V of `tokens` tokens into every layer, made where they are needed."""
+    torch.manual_seed(1)
     shape = (rows, config.num_key_value_heads, tokens, config.head_dim)
     for layer in range(config.num_hidden_layers):
-        k = torch.randn(shape, generator=generator).to(device, dtype)
-        v = torch.randn(shape, generator=generator).to(device, dtype)
+        k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
         cache.update(k, v, layer)
 
 
