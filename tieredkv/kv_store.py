@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -41,8 +42,7 @@ from tieredkv.hf.watching import TokenWatch, watch
 from tieredkv.hf.ways import Ways
 from tieredkv.published import Published
 from tieredkv.sizing import kv_layers
-from tieredkv.store import BlockStore, planner
-from tieredkv.store.kept import KeptBlocks
+from tieredkv.store import planner
 
 logger = logging.getLogger("tieredkv")
 
@@ -173,13 +173,13 @@ class KVStore:
         digest = salt_digest(salt)
         with self.same_model():
             seed = self._seed(digest)
-            rows, tokens = self._attach(cache, input_ids, seed)
-        place = cache.move_in(self._shared, TokenWatch(seed, digest, self._rates, input_ids[:, :tokens]))
-        store = self._shared.store
-        if tokens and store is not None:
-            with store.lock:
-                place.begin_with(self._shared, store, rows, tokens)
-            self._counts["attached_tokens"] += tokens * len(rows)
+            with self._known(cache, input_ids, seed) as (rows, tokens):
+                place = cache.move_in(self._shared, TokenWatch(seed, digest, self._rates, input_ids[:, :tokens]))
+                if tokens and self._shared.store is not None:
+                    for block in itertools.chain.from_iterable(rows):
+                        block.refs += 1
+                    place.begin_with(self._shared, self._shared.store, rows, tokens)
+                    self._counts["attached_tokens"] += tokens * len(rows)
         cache.leaving = self._leaves
         return cache
 
@@ -253,6 +253,8 @@ class KVStore:
         self._closed = True
         self._unhook()
         self._attachment.restore()
+        if self._shared.kept is not None:
+            self._shared.kept.close()
         self._shared.close()
         self._published.close()
 
@@ -271,41 +273,28 @@ class KVStore:
 
     # ---- looking up
 
-    def _attach(self, cache: TieredCache, ids: torch.Tensor, seed: str) -> tuple[list[list[Block]], int]:
-        """Blocks of each row, with a reference for the cache, and how many tokens of them count."""
+    @contextlib.contextmanager
+    def _known(
+        self, cache: TieredCache, ids: torch.Tensor, seed: str
+    ) -> Iterator[tuple[Sequence[Sequence[Block]], int]]:
+        """Inside, blocks of each row and how many tokens of them count; they stay where they are until the end."""
         size, rows = self._settings.block_size, ids.tolist()
         first = {tuple(row): index for index, row in reversed(list(enumerate(rows)))}
-        chains = {index: prefix.chain(ids[index], size, seed) for index in first.values()}
+        chains = {row: prefix.chain(ids[index], size, seed) for row, index in first.items()}
         kept, store = self._shared.kept, self._shared.store
         if (kept is None or store is None) and self._published.is_open and self._is_on_one_device:
             # Nothing ran yet, and something may lie on disk: the geometry is what the config says.
             layers, device = self._geometry(cache), self._model.device
             store, kept = cache.move_in(self._shared, None).open_shared(self._shared, layers, device, len(rows))
         if kept is None or store is None:
-            return [], 0
-        with store.lock:
-            found = {index: self._find(store, kept, hashes) for index, hashes in chains.items()}
-            count = min((len(blocks) for blocks in found.values()), default=0)
+            yield [], 0
+            return
+        name = self._fingerprint.current()
+        with store.lock, self._published.found(store, kept, name, list(chains.values())) as found:
+            count = min(map(len, found))
             tokens = min(count * size, ids.shape[1] - 1)
-            count = -(-tokens // size)
-            chosen = [found[first[tuple(row)]][:count] for row in rows]
-            for blocks in chosen:
-                for block in blocks:
-                    block.refs += 1
-        return chosen, tokens
-
-    def _find(self, store: BlockStore, kept: KeptBlocks, hashes: Sequence[str]) -> list[Block]:
-        """Blocks of the longest known start of a chain, in memory or brought there from disk."""
-        blocks = kept.find(hashes)
-        if len(blocks) == len(hashes) or not self._published.is_open:
-            return blocks
-        for block in blocks:  # making room for the rest must not take them
-            block.refs += 1
-        more = self._published.restore(store, self._fingerprint.current(), hashes[len(blocks) :])
-        kept.add(hashes[: len(blocks) + len(more)], blocks + more)
-        for block in blocks + more:
-            block.refs -= 1
-        return blocks + more
+            by_row = dict(zip(chains, found, strict=True))
+            yield [by_row[tuple(row)][: -(-tokens // size)] for row in rows], tokens
 
     def _geometry(self, cache: TieredCache) -> list[LayerGeometry]:
         """The geometry of each tiered layer as the config and the weights' dtype say, before any forward."""

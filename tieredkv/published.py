@@ -7,16 +7,18 @@ Imports: errors, block, durable, hf.rates, store.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tieredkv.block import Block
 from tieredkv.durable import BlockRecord, DurableBlocks, DurableSettings, DurableStats, Identity
 from tieredkv.errors import ColdTierError, TieredKVError
 from tieredkv.hf.rates import Rates
 from tieredkv.store import BlockStore
+from tieredkv.store.kept import KeptBlocks
 from tieredkv.store.restore import Export, Restore
 
 logger = logging.getLogger("tieredkv")
@@ -41,6 +43,36 @@ class Published:
         """Whether there is a directory that answers."""
         return self._settings is not None
 
+    @contextlib.contextmanager
+    def found(
+        self, store: BlockStore, kept: KeptBlocks, fingerprint: str, chains: Sequence[Sequence[str]]
+    ) -> Iterator[list[list[Block]]]:
+        """Inside, the blocks of the longest known start of each chain, in memory or brought there from disk.
+
+        Until its end they have a reference, so that room for one chain is not made of what was found for another.
+        """
+        with contextlib.ExitStack() as held:
+            yield [self._find(store, kept, fingerprint, hashes, held) for hashes in chains]
+
+    def _find(
+        self,
+        store: BlockStore,
+        kept: KeptBlocks,
+        fingerprint: str,
+        hashes: Sequence[str],
+        held: contextlib.ExitStack,
+    ) -> list[Block]:
+        found = kept.find(hashes)
+        for block in found:
+            block.refs += 1
+            held.callback(kept.let_go, block)
+        if len(found) < len(hashes) and self.is_open:
+            for block in self.restore(store, fingerprint, hashes[len(found) :]):
+                held.callback(kept.let_go, block)
+                found.append(block)
+            kept.add(hashes[: len(found)], found)
+        return found
+
     def restore(self, store: BlockStore, fingerprint: str, hashes: Sequence[str]) -> list[Block]:
         """Bring the longest published start of a chain into memory, as far as there is room and loading pays.
 
@@ -59,15 +91,15 @@ class Published:
         if not records:
             return []
         hashes = [record.hash for record in records]
-        loading = Restore(store, hashes, [record.checksums for record in records])
-        try:
-            self._load(store, directory, hashes[: loading.room], loading)
-        except ColdTierError as failure:
-            logger.info("tieredkv: a published block is computed again: %s", failure)
-        blocks = loading.finish()
-        if loading.wrong is not None:
-            store.counters.failed(checksum=1)
-            directory.set_aside(loading.wrong, "a checksum is wrong")
+        with Restore(store, hashes, [record.checksums for record in records]) as loading:
+            try:
+                self._load(store, directory, hashes[: loading.room], loading)
+            except ColdTierError as failure:
+                logger.info("tieredkv: a published block is computed again: %s", failure)
+            if loading.wrong is not None:
+                store.counters.failed(checksum=1)
+                directory.set_aside(loading.wrong, "a checksum is wrong")
+            blocks = loading.finish()
         self.restored_blocks += len(blocks)
         return blocks
 

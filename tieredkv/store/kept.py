@@ -3,14 +3,16 @@
 They are held by reference, like those of a cache, and count in the same budgets. When a running cache needs room,
 those that no cache uses are let go, leaves before roots.
 
-Imports: block, eviction, store.
+Imports: errors, block, eviction, store.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from tieredkv.block import Block
+from tieredkv.errors import ClosedError
 from tieredkv.eviction import EvictionPolicy, policy
 from tieredkv.store.blocks import BlockStore, Holder
 
@@ -37,6 +39,7 @@ class KeptBlocks:
         self._hashes: list[str] = []
         self._policy: EvictionPolicy[str] = policy(policy_name)
         self.evicted = 0
+        self._closed = False
         store.give_up_kept = self.reclaim
 
     def __len__(self) -> int:
@@ -56,8 +59,10 @@ class KeptBlocks:
         return found
 
     def add(self, hashes: Sequence[str], blocks: Sequence[Block]) -> int:
-        """Keep sealed blocks of one chain, from its first block on; returns how many are new."""
+        """Keep sealed blocks of one chain, from its first block on; returns how many are new. None once closed."""
         new, parent = 0, None
+        if self._closed:
+            return new
         for name, block in zip(hashes, blocks, strict=True):
             if name not in self._blocks:
                 block.refs += 1
@@ -79,6 +84,10 @@ class KeptBlocks:
         moved = row.pop()
         if last != name:
             row[place], self._hashes[place], self._places[last] = moved, last, place
+        self.let_go(block)
+
+    def let_go(self, block: Block) -> None:
+        """Give up one reference to a block, and the block itself when nobody refers to it any more."""
         block.refs -= 1
         if not block.refs:
             self._store.release(block)
@@ -94,3 +103,12 @@ class KeptBlocks:
             gone += 1
         self.evicted += gone
         return gone
+
+    def close(self) -> None:
+        """Let go of all blocks, and have no more to give to caches that go on. May be called again."""
+        with contextlib.suppress(ClosedError):
+            self._store.check_usable()  # before the lock, which a fork may have left held
+            with self._store.lock:
+                self._closed, self._store.give_up_kept = True, None
+                for name in list(self._blocks):
+                    self.forget(name)

@@ -5,6 +5,7 @@ Imports: block, device, tiers, durable, store.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -60,7 +61,8 @@ class Export:
 class Restore:
     """Fills slots with blocks that come piece by piece, in runs: every layer of some blocks, then the next blocks.
 
-    While a piece is checked, the one before it is still being written.
+    While a piece is checked, the one before it is still being written. In a `with` statement, slots that no block came
+    to hold are free again at its end, whatever ended it.
 
     Args:
         store: where the blocks go; hold its lock.
@@ -73,12 +75,24 @@ class Restore:
 
     def __init__(self, store: BlockStore, hashes: Sequence[str], checksums: Sequence[tuple[int, ...]]) -> None:
         self._store, self._hashes, self._checksums = store, hashes, checksums
-        self._places = _places(store, len(hashes))
-        self._good = len(self._places)
         self._whole = 0
         self.wrong: str | None = None
-        self._populating = Populating(self._views())
         self._writes: list[Event] = []  # of the piece before
+        self._places: list[tuple[str, int]] = []
+        self._populating: Populating | None = None
+        try:
+            _take(store, len(hashes), self._places)
+            self._good = len(self._places)
+            self._populating = Populating(self._views())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Restore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def room(self) -> int:
@@ -117,19 +131,35 @@ class Restore:
 
     def finish(self) -> list[Block]:
         """The blocks that arrived whole, each with one reference; the other slots are free again. Call once."""
-        self._populating.end()
+        self._end_populating()
         self._wait()
         found: list[Block] = []
-        for index, (role, slot) in enumerate(self._places):
-            if index >= self.whole:
-                self._store.tiers[role].slots.release(slot)
-                continue
+        for index, (role, slot) in enumerate(self._places[: self.whole]):
             block = self._store.new_block()
             setattr(block, role, slot)
             block.tokens, block.sealed = self._store.block_size, True
             block.checksums = list(self._checksums[index])
             found.append(block)
+        del self._places[: len(found)]
+        self._free()
         return found
+
+    def close(self) -> None:
+        """Free the slots that are no block's, once nothing is written there any more. May be called again."""
+        self._end_populating()
+        self._writes = self._writes[-1:]  # one stream: the last comes after the others
+        with contextlib.suppress(Exception):  # a write that failed has ended too, and no block has its bytes
+            self._wait()
+        self._free()
+
+    def _end_populating(self) -> None:
+        if self._populating is not None:
+            self._populating.end()
+
+    def _free(self) -> None:
+        while self._places:
+            role, slot = self._places.pop()
+            self._store.tiers[role].slots.release(slot)
 
     def _views(self) -> Iterator[torch.Tensor]:
         """The memory of the places, in the order in which it is written."""
@@ -164,15 +194,13 @@ class Restore:
         self._writes = []
 
 
-def _places(store: BlockStore, wanted: int) -> list[tuple[str, int]]:
-    """Slots in memory: hot up to the watermark, where the codec is exact; then below. Idle blocks make way."""
+def _take(store: BlockStore, wanted: int, places: list[tuple[str, int]]) -> None:
+    """Add slots in memory: hot up to the watermark, where the codec is exact; then below. Idle blocks make way."""
     while (missing := wanted - sum(_room(store).values())) > 0 and store.reclaim(missing):
         pass
-    places: list[tuple[str, int]] = []
     for role, room in _room(store).items():
         slots = store.tiers[role].slots.allocate_many(min(room, wanted - len(places)))
         places += [(role, slot) for slot in slots]
-    return places
 
 
 def _room(store: BlockStore) -> dict[str, int]:
