@@ -139,7 +139,7 @@ class Attachment:
     def why_not_selected(self) -> str:
         """The reason to give where it is not."""
         if self.is_copy:
-            return "the cache was restored by value: the next forward shows which attention the model uses"
+            return "the cache was restored by value, and no forward since then has called attention over blocks"
         return f"the model's attention implementation is {seam.implementation_of(self._read)!r}, not {seam.NAME!r}"
 
     @property

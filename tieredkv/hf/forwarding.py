@@ -132,7 +132,7 @@ class Forwarding(DynamicCache):
         full = plan.past == 0 or not (selected and ways.serves_blocks(layer, with_keywords))
         if full and plan.past:
             key, value = self._gather(plan, layer, key, value)
-        if ways.wants_handle(layer, selected or self._attachment.is_copy, with_keywords):
+        if ways.wants_handle(layer, selected, self._attachment.is_copy, with_keywords):
             is_last = len(plan.updated) == len(self._tiered)
             key, value = ways.issue(Handle(self._self, layer, plan, full), key, value, is_last)
         return key, value

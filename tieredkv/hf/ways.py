@@ -22,6 +22,8 @@ logger = logging.getLogger("tieredkv")
 
 UNTOUCHED = "the attention function did not get the layer's key and value untouched"
 
+NOT_SELECTED = 'the attention implementation is not "tieredkv"'
+
 OWN_MASK = "each layer makes a mask of its own, which may depend on all keys and values"
 
 
@@ -42,6 +44,7 @@ class Ways:
         self._handles: list[Handle] = []
         self._last: Handle | None = None
         self._warned = False
+        self._selected = False
 
     @property
     def all_blocks(self) -> bool:
@@ -61,22 +64,24 @@ class Ways:
             return self._presumed
         return self._ways[layer] == "blocks" and self._with_keywords[layer] == with_keywords
 
-    def wants_handle(self, layer: int, selected: bool, with_keywords: bool) -> bool:
+    def wants_handle(self, layer: int, selected: bool, perhaps: bool, with_keywords: bool) -> bool:
         """Whether the tensors returned for this call carry a handle.
 
         Args:
             layer: tiered layer.
             selected: the model uses the attention implementation "tieredkv".
+            perhaps: where not selected, it may do so nevertheless: a handle that arrives shows it.
             with_keywords: the call carried the attention's keywords.
         """
+        self._selected = selected
         if self._ways[layer] == "unknown":
-            if selected:
+            if selected or perhaps:
                 self._with_keywords[layer] = with_keywords
             elif self._reasons[layer] is None:
-                self._reasons[layer] = 'the attention implementation is not "tieredkv"'
-            return selected
+                self._reasons[layer] = NOT_SELECTED
+            return selected or perhaps
         if self._ways[layer] == "blocks" and not selected:
-            self._warn('the attention implementation is not "tieredkv" any more')
+            self._warn(f"{NOT_SELECTED} any more")
         return selected and self.serves_blocks(layer, with_keywords)
 
     def issue(
@@ -124,7 +129,9 @@ class Ways:
         for handle in self._handles:
             if not handle.claimed and self._ways[handle.layer] == "unknown":
                 # Without the attention's keywords it may have been a direct call, which proves nothing.
-                if self._with_keywords[handle.layer]:
+                if not self._selected:
+                    self._reasons[handle.layer] = NOT_SELECTED
+                elif self._with_keywords[handle.layer]:
                     self._choose(handle.layer, "gather", UNTOUCHED)
                 else:
                     self._reasons[handle.layer] = UNTOUCHED
