@@ -10,7 +10,8 @@ Imports: block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tieredkv.block import Block
 
@@ -83,10 +84,11 @@ class BlockTable:
         """Keep the blocks that hold the first `tokens` tokens of each row; fills are the owner's business."""
         keep = -(-tokens // self.block_size)
         self.dropped = min(self.dropped, keep)
+        cut: list[Block] = []
         for row in self.rows:
-            for block in row[keep:]:
-                self._drop(block)
+            cut += row[keep:]
             del row[keep:]
+        self._drop_all(cut)
 
     def select(self, indices: Sequence[int]) -> None:
         """Make row i what row `indices[i]` was; rows may be repeated, dropped and shared."""
@@ -110,9 +112,17 @@ class BlockTable:
     def clear(self) -> None:
         """Let go of every block and every row."""
         rows, self.rows, self.dropped = self.rows, [], 0
-        for row in rows:
-            for block in row:
+        self._drop_all(itertools.chain.from_iterable(rows))
+
+    def _drop_all(self, blocks: Iterable[Block]) -> None:
+        """Let go of blocks that are in no row any more; of each, also where Ctrl-C comes while one is released."""
+        left = iter(blocks)
+        try:
+            for block in left:
                 self._drop(block)
+        except BaseException:
+            self._drop_all(left)
+            raise
 
     def _drop(self, block: Block) -> None:
         block.refs -= 1

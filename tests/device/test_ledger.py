@@ -34,3 +34,20 @@ def test_an_owner_that_is_gone_has_no_promises() -> None:
     del owner
     gc.collect()
     assert ledger.promised_bytes("cpu") == 0
+
+
+def test_an_owner_may_be_collected_while_promises_are_added_up() -> None:
+    """The collector runs inside any allocation, and the end of what it finds gives promises up."""
+    ledger, owners = Ledger(), [Owner() for _ in range(3)]
+
+    class Promises(dict[str, int]):
+        def get(self, memory: str, default: int = 0) -> int:  # type: ignore[override]
+            while len(owners) > 1:
+                ledger.release(owners.pop())
+            return super().get(memory, default)
+
+    for owner in owners:
+        ledger.promise(owner, "cpu", 10, 100, "hot")
+    ledger._promises[owners[0]] = Promises(cpu=10)
+    assert ledger.promised_bytes("cpu") == 10
+    ledger.promise(owners[0], "cpu", 90, 100, "hot")

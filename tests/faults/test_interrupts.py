@@ -97,17 +97,23 @@ def test_a_read_by_the_computing_cores_that_is_interrupted_is_done_again(
         ids = tokens(100)
         feed(model, ids[:, :90], cache)
         tier = store_of(cache).tiers["cold" if cold else "warm"]
-        read, reads = tier.read, [0]
+        reads = [0]
 
-        def interrupted(layer: int, slots: Any, out: Any, **options: Any) -> None:
-            reads[0] += 1
-            if reads[0] in (1, 3):
-                for plane in out:
-                    plane.fill_(torch.nan)  # half of a read
-                raise KeyboardInterrupt
-            read(layer, slots, out, **options)
+        def interrupted(name: str) -> Any:
+            real = getattr(tier, name)
 
-        monkeypatch.setattr(tier, "read", interrupted)
+            def read(layer: int, slots: Any, out: Any, *rest: Any, **options: Any) -> Any:
+                reads[0] += 1
+                if reads[0] in (1, 3):
+                    for plane in out:
+                        plane.fill_(torch.nan)  # half of a read
+                    raise KeyboardInterrupt
+                return real(layer, slots, out, *rest, **options)
+
+            return read
+
+        for name in ("read", "read_summed"):
+            monkeypatch.setattr(tier, name, interrupted(name))
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 feed(model, ids[:, 90:91], cache)

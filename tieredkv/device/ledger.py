@@ -19,7 +19,7 @@ class Ledger:
     """Promised bytes by owner and memory. Thread-safe; an owner that is gone has no promises."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: an owner may be collected inside any allocation
         self._promises: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
     def promise(self, owner: object, memory: str, nbytes: int, total_bytes: int, tier: str) -> None:
@@ -29,7 +29,7 @@ class Ledger:
             BudgetError: all promises together would exceed it.
         """
         with self._lock:
-            others = sum(promises.get(memory, 0) for promises in self._promises.values())
+            others = self.promised_bytes(memory)
             if others + nbytes > total_bytes:
                 raise BudgetError(
                     f"All caches together would take more than {memory} has.",
@@ -44,7 +44,8 @@ class Ledger:
     def promised_bytes(self, memory: str) -> int:
         """What all owners together were promised of a memory."""
         with self._lock:
-            return sum(promises.get(memory, 0) for promises in self._promises.values())
+            owners = [reference() for reference in self._promises.keyrefs()]  # a copy: one may be collected meanwhile
+            return sum(self._promises.get(owner, {}).get(memory, 0) for owner in owners if owner is not None)
 
     def release(self, owner: object) -> None:
         """An owner gives up everything it was promised."""

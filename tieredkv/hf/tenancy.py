@@ -50,8 +50,9 @@ class SharedStore:
 
     def close(self) -> None:
         """Let go of the blocks that are kept; the store closes with the last cache. May be called again."""
-        if self.store is not None:
-            self._finalizer()
+        if self.store is not None and self.kept is not None and self._finalizer.alive:
+            _leave(self.store, self.kept.holder)
+            self._finalizer.detach()  # afterwards: what Ctrl-C broke off is done by the next call, or at the end
 
 
 class Tenancy:
@@ -155,8 +156,9 @@ class Tenancy:
 
     def leave(self) -> None:
         """Let go of the blocks, and of the store with the last of its caches. May be called again."""
-        if self.store is not None:
-            self._finalizer()
+        if self.store is not None and self.holder is not None:
+            _leave(self.store, self.holder)
+            self._finalizer.detach()  # afterwards, as in `SharedStore.close`
         self.store = self.holder = self._engine = None
 
     @property

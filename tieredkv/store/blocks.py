@@ -25,7 +25,7 @@ from tieredkv.block_table import BlockTable
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, Size
 from tieredkv.device import LEDGER, Device, Event
-from tieredkv.errors import BudgetError, ClosedError, MismatchError, TieredKVError
+from tieredkv.errors import BudgetError, ClosedError, MismatchError
 from tieredkv.placement import Candidate, leaving, leaving_order
 from tieredkv.plan import Chunk, ForwardPlan, Run, Visibility
 from tieredkv.prefetcher import Prefetcher
@@ -33,7 +33,7 @@ from tieredkv.stats import Counters
 from tieredkv.store.moves import MoveQueue
 from tieredkv.store.opening import Budget, open_tiers, staging_ring
 from tieredkv.tiers import Tier
-from tieredkv.transfer import Arrival, Mover, read_regions
+from tieredkv.transfer import Arrival, Move, Mover, read_regions
 
 __all__ = ["BlockStore", "Holder"]
 
@@ -127,7 +127,7 @@ class BlockStore(MoveQueue):
         self.mover = Mover(device, self.tiers, self.codec, self.layers, self.block_size, settings.verify, self.counters)
         ring = staging_ring(self.budget, settings, self.layers, self.mover, self.codec, device)
         self.prefetcher = Prefetcher(device, self.mover, ring, self.counters)
-        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
         self.through: dict[int, list[Event]] = {}
         self.decoded: set[int] = set()
         self.give_up_kept: Callable[[int], int] | None = None
@@ -140,6 +140,11 @@ class BlockStore(MoveQueue):
 
     # ---- holders and blocks
 
+    @property
+    def holders(self) -> list[Holder]:
+        """All that have not left, oldest first: a list of its own, as another may come or leave at any moment."""
+        return [holder for reference in self._holders.valuerefs() if (holder := reference()) is not None]
+
     def holder(self) -> Holder:
         """A new holder without rows."""
         holder = Holder(BlockTable(self.block_size, self.release), number=next(self._numbers))
@@ -147,27 +152,31 @@ class BlockStore(MoveQueue):
         if quota is not None:
             token_bytes = self.hot.slot_bytes // self.block_size
             holder.quota_slots = Size.parse(quota).resolve(token_bytes, self.budget.rows) // self.hot.slot_bytes
-        self.holders.add(holder)
+        with self.lock:
+            self._holders[holder.number] = holder
         return holder
 
     def fork(self, holder: Holder) -> Holder:
         """A second holder of the same blocks; whoever writes into a shared block first copies it."""
         with self.lock:
             twin = dataclasses.replace(holder, table=holder.table.fork(), plan=None, number=next(self._numbers))
-            self.holders.add(twin)
+            self._holders[twin.number] = twin
             return twin
 
     def leave(self, holder: Holder) -> None:
-        """A cache is done: free its blocks, and close with the last holder."""
+        """A cache is done: free its blocks, and close with the last holder. May be called again."""
+        if not self._closed:
+            self.check_usable()  # before the lock, which a fork may have left held
         with self.lock:
             if self._closed:
                 return
-            self.check_usable()
-            self.holders.discard(holder)
+            self._holders.pop(holder.number, None)
             holder.plan = None
-            holder.table.clear()
-            if not self.holders:
-                self.close()
+            try:
+                holder.table.clear()
+            finally:
+                if not self.holders:
+                    self.close()
 
     def new_block(self, *, hot: int | None = None) -> Block:
         """A new unsealed block, with one reference."""
@@ -232,7 +241,7 @@ class BlockStore(MoveQueue):
             self.decoded.discard(block.id)
             try:
                 for event in self.through.pop(block.id, [])[-1:]:  # one stream: the last comes after the others
-                    with contextlib.suppress(TieredKVError, OSError):
+                    with contextlib.suppress(Exception):  # it was told to the forward that wrote it
                         event.wait()
             finally:
                 if block.id not in self._moving:
@@ -350,16 +359,23 @@ class BlockStore(MoveQueue):
 
     def close(self) -> None:
         """Wait for copies, give all memory and files back. May be called again."""
-        with self.lock:
-            if self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
+            return  # before the lock, which a fork may have left held
+        with self.lock, contextlib.ExitStack() as steps:
+            if self._closed:
                 return
             self._closed = True
-            self.prefetcher.flush()
-            for move in self._moves:
-                with contextlib.suppress(TieredKVError, OSError):
-                    move.event.wait()
-            self.device.close()
-            LEDGER.release(self)
-            self._flat.clear()
+            # From the last to the first, and each of them whatever comes of those before: it may be Ctrl-C.
             for tier in self.tiers.values():
-                tier.close()
+                steps.callback(tier.close)
+            steps.callback(self._flat.clear)
+            steps.callback(LEDGER.release, self)
+            steps.callback(self.device.close)
+            for move in self._moves:
+                steps.callback(self._end, move)
+            steps.callback(self.prefetcher.flush)
+
+    @staticmethod
+    def _end(move: Move) -> None:
+        with contextlib.suppress(Exception):
+            move.event.wait()

@@ -7,6 +7,7 @@ Imports: errors, config, block, device, tiers, transfer, prefetcher.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -66,21 +67,27 @@ class MoveQueue:
             ColdTierError: the cold tier refused although it had room; it is given up from now on.
         """
         taken: list[tuple[str, list[int]]] = []
-        for role in self.lower_tiers():
-            some = min(count, self._free_in(role))
-            if some:
-                try:
-                    taken.append((role, self.tiers[role].slots.allocate_many(some)))
-                except (ColdTierError, BudgetError) as failure:
-                    self.give_up_cold(failure)
-                    continue
-                count -= some
-        if count:
-            for role, slots in taken:
-                for slot in slots:
-                    self.tiers[role].slots.release(slot)
-            raise self.no_room_below(count)
+        try:
+            for role in self.lower_tiers():
+                some = min(count, self._free_in(role))
+                if some:
+                    try:
+                        taken.append((role, self.tiers[role].slots.allocate_many(some)))
+                    except (ColdTierError, BudgetError) as failure:
+                        self.give_up_cold(failure)
+                        continue
+                    count -= some
+            if count:
+                raise self.no_room_below(count)
+        except BaseException:  # an interrupt too
+            self._give_back(taken)
+            raise
         return taken
+
+    def _give_back(self, taken: Iterable[tuple[str, Iterable[int]]]) -> None:
+        for role, slots in taken:
+            for slot in slots:
+                self.tiers[role].slots.release(slot)
 
     def no_room_below(self, blocks: int) -> BudgetError:
         """The error for `blocks` blocks that fit nowhere below hot."""
@@ -119,28 +126,63 @@ class MoveQueue:
     # ---- moves
 
     def start_move(self, blocks: Sequence[Block], source: str, reason: str, targets: Sequence[str] = LOWER) -> None:
-        """Queue copies of sealed blocks to lower tiers; waits for older ones while too many blocks are on their way.
+        """Queue copies of sealed blocks to lower tiers, in pieces: never more than `queue_blocks` are on their way.
+
+        Waits for older ones where they would be. What was meant for a tier that is given up meanwhile is not copied.
 
         Raises:
             BudgetError: they do not fit.
         """
         if not blocks:
             return
-        while self._moves and len(self._moving) + len(blocks) > self.settings.queue_blocks:
-            self._apply(self._moves[0])
+        most = self.settings.queue_blocks
+        self._wait_for_space(min(len(blocks), most))  # what comes of older moves decides what is free
         if tuple(targets) == LOWER:
             places = self.take_lower(len(blocks))
         else:
             places = [(targets[0], self.tiers[targets[0]].slots.allocate_many(len(blocks)))]
-        first = 0
-        for role, slots in places:
-            some = blocks[first : first + len(slots)]
-            first += len(slots)
-            for slot in slots:
-                self.tiers[role].slots.begin_flight(slot)
-            move = self.mover.demote(some, source, role, slots, reason)
+        left, given_up = list(blocks), self.cold_failure
+        try:
+            for role, slots in places:
+                while slots:
+                    count = min(len(slots), most)
+                    self._wait_for_space(count)
+                    if role == "cold" and self.cold_failure != given_up:
+                        return
+                    self._queue(left[:count], source, role, slots, reason)
+                    del left[:count]
+        finally:
+            self._give_back(places)  # what no move has
+
+    def _wait_for_space(self, blocks: int) -> None:
+        """Apply the oldest moves until so many blocks more may be on their way."""
+        while self._moves and len(self._moving) + blocks > self.settings.queue_blocks:
+            self._apply(self._moves[0])
+
+    def _queue(self, blocks: Sequence[Block], source: str, role: str, slots: list[int], reason: str) -> None:
+        """One move, into the first of `slots`, which are taken off once they are the move's."""
+        pool, own, begun, move = self.tiers[role].slots, slots[: len(blocks)], list[int](), None
+        try:
+            for slot in own:
+                pool.begin_flight(slot)
+                begun.append(slot)
+            move = self.mover.demote(blocks, source, role, own, reason)
+            self._moving |= {block.id: move for block in blocks}
+            del slots[: len(blocks)]
             self._moves.append(move)
-            self._moving |= {block.id: move for block in some}
+        except BaseException:  # an interrupt, or no thread to be had
+            if move is None or move not in self._moves:
+                try:
+                    with contextlib.suppress(Exception):
+                        # The interrupt may have come when the copy was queued already: nobody else gets its slots
+                        # before what the stream has to do so far is over.
+                        self.device.down.submit(lambda: None, name="undo").wait()
+                finally:
+                    for slot in begun:
+                        pool.end_flight(slot)
+                    for block in blocks:
+                        self._moving.pop(block.id, None)
+            raise
 
     def poll(self) -> None:
         """Apply the moves whose copies are done, and wait for those of blocks that nobody refers to any more.
@@ -171,7 +213,7 @@ class MoveQueue:
         failure: Exception | None = None
         try:
             move.event.wait()
-        except (TieredKVError, OSError) as error:
+        except Exception as error:  # whatever it is: what a move holds is given back once, and the cache goes on
             failure = error
         self._moves.remove(move)
         slots = self.tiers[move.target].slots
@@ -192,7 +234,8 @@ class MoveQueue:
 
     def _lower_failed(self, role: str, failure: Exception) -> None:
         at_fault = failure.tier if isinstance(failure, ChecksumError) else role
-        if role == "cold" and at_fault == "cold":
+        # What is no failure of the disk, such as memory that was not to be had, passes.
+        if role == "cold" and at_fault == "cold" and isinstance(failure, TieredKVError | OSError):
             self.give_up_cold(failure)
             return
         self.counters.failed(tier=1)
