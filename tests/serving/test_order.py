@@ -27,7 +27,7 @@ _numbers = itertools.count()
 def request(ids: list[int], salt: str = "", priority: int = 0) -> Request:
     sampler: Any = None
     handle = RequestHandle(next(_numbers), len(ids))
-    return Request(handle, torch.tensor(ids), len(ids), sampler, priority, None, salt, 0)
+    return Request(handle, torch.tensor(ids), len(ids), sampler, priority, salt, 0)
 
 
 def test_who_begins_like_another_waits_for_it() -> None:

@@ -77,7 +77,6 @@ class Engine:
         generation_config: GenerationConfig | None = None,
         *,
         priority: int = 0,
-        hot_quota_bytes: int | None = None,
         salt: str = "",
         seed: int | None = None,
     ) -> RequestHandle:
@@ -87,7 +86,6 @@ class Engine:
             prompt_ids: token ids, `[tokens]` or `[1, tokens]`.
             generation_config: as for `generate`; one sequence, one token at a time.
             priority: high comes first; waiting requests rise with time.
-            hot_quota_bytes: most device memory for its own blocks; None for no limit of its own.
             salt: prefixes are shared within one salt.
             seed: of its sampling.
 
@@ -111,9 +109,7 @@ class Engine:
             if self._closing:
                 raise ClosedError("The engine is closed.", wanted="an open engine", got="closed", change="make another")
             handle = RequestHandle(next(self._numbers), len(ids))
-            self._arrivals.append(
-                Request(handle, ids, len(ids), sampler, priority, hot_quota_bytes, salt, self._runner.stats.steps)
-            )
+            self._arrivals.append(Request(handle, ids, len(ids), sampler, priority, salt, self._runner.stats.steps))
             self._wake.notify()
         return handle
 

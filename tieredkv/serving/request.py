@@ -149,7 +149,6 @@ class Request:
         length: how many of `ids` there are.
         sampler: chooses its tokens, and says when it ends.
         priority: high comes first.
-        hot_quota_bytes: most hot bytes of its own, or None.
         salt: prefixes are shared within one salt.
         arrived_step: number of the engine's step when it came.
         arrived_seconds: when it came, monotonic.
@@ -164,7 +163,6 @@ class Request:
     length: int
     sampler: Sampler
     priority: int
-    hot_quota_bytes: int | None
     salt: str
     arrived_step: int
     arrived_seconds: float = dataclasses.field(default_factory=time.monotonic)

@@ -47,7 +47,7 @@ class Runner:
         self._model, self._store, self._settings, self._timings = model, store, settings, timings
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.blocks, self.capacity_tokens = self._probe()
-        self._block_size, self._slot_bytes = self.blocks.block_size, self.blocks.hot.slot_bytes
+        self._block_size = self.blocks.block_size
         self._step = StepCache(model.config.get_text_config(decoder=True))
         self._pace = PromptPace(settings.prefill_tokens, settings.prefill_slowdown)
         self.waiting: list[Request] = []
@@ -179,10 +179,6 @@ class Runner:
                 out = self._make_way(pieces[error.member][0], error.cause)
                 pieces = [piece for piece in pieces if piece[0] is not out]
                 continue
-            for request, _ in pieces:
-                if request.hot_quota_bytes is not None and request.cache is not None:
-                    holder = request.cache.place.need_holder()
-                    holder.quota_slots = max(request.hot_quota_bytes // self._slot_bytes, 1)
             return given, pieces
         return None, []
 
