@@ -136,6 +136,7 @@ class ForwardPlan:
         ring: chunks of all plans that one forward reads in turn, where there are several; None: `chunks`.
         ring_first: where this plan's chunks begin in `ring`.
         version: the store's version when the reads were worked out.
+        padding: of each row, tokens on its left that `chunks` leaves out; None where it leaves nothing out.
         updated: tiered layers that have been written.
     """
 
@@ -153,6 +154,7 @@ class ForwardPlan:
     ring_first: int = 0
     visibility: Visibility | None = None
     version: int = 0
+    padding: tuple[int, ...] | None = None
     updated: set[int] = dataclasses.field(default_factory=set)
 
     @property

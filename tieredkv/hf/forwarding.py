@@ -320,6 +320,8 @@ class Forwarding(DynamicCache):
         """A token will come together with those of other caches (see StepCache): the forward before it ends."""
         self._finish()
         self._positions.forget()
+        if self._place.holder is not None:
+            self._place.holder.padding = None  # there every token is seen
         return self._place
 
     @property
@@ -359,11 +361,9 @@ class Forwarding(DynamicCache):
 
     def attend(self, plan: ForwardPlan, call: LayerCall) -> torch.Tensor:
         """One layer's attention in an open forward, for the attention function; see `Engine.attend`."""
-        store = self._place.need_store()
+        store, holder = self._place.need_store(), self._place.need_holder()
         try:
-            if len(store.holders) == 1:  # nobody else can move its blocks
-                return self.engine.attend(plan, call)
-            with steady(store, self._place.need_holder(), plan) as placed:
+            with steady(store, holder, plan, call.starts(plan.rows)) as placed:
                 return self.engine.attend(placed, call)
         except BaseException:
             plan.updated.discard(call.layer)  # as in `_gather`

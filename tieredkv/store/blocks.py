@@ -58,6 +58,8 @@ class Holder:
         quota_slots: hot slots for the blocks that it alone holds, or None for no limit.
         moves_left: blocks that may be copied down ahead of need; grows with each of its forwards.
         reads: where its last forward read, and what that was worked out from.
+        padding: tokens on the left of each row that the last attention did not see, which the next step need not
+            stream; None where there are none. `steady` sees to it that no attention misses what it does see.
     """
 
     table: BlockTable
@@ -71,7 +73,8 @@ class Holder:
     number: int = 0
     quota_slots: int | None = None
     moves_left: int = 0
-    reads: tuple[tuple[int, int, int], tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]] | None = None
+    reads: tuple[tuple[object, ...], tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]] | None = None
+    padding: tuple[int, ...] | None = None
 
     def own_hot_slots(self) -> int:
         """Hot slots of blocks that nobody else holds."""

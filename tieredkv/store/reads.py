@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 
 from tieredkv.block import Block
 from tieredkv.device import sent
@@ -33,7 +34,10 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
         hidden = visibility.hidden(plan.past)
         if visibility.hidden(plan.total - 1) == hidden:
             visibility = None  # every query sees the same: what is read
-    hot_runs, warm_runs, chunks = _as_before(store, holder, plan, hidden) or split_reads(store, holder, visible, hidden)
+    padding = holder.padding if plan.new == 1 and holder.padding and len(holder.padding) == plan.rows else None
+    plan = dataclasses.replace(plan, padding=padding)
+    before = _as_before(store, holder, plan, hidden)
+    hot_runs, warm_runs, chunks = before or split_reads(store, holder, visible, hidden, padding)
     if not store.codec.lossless and (chunks or any(b.id in store.decoded for run in hot_runs for b in run.blocks)):
         # What is computed from here on depends on what the codec lost.
         exact = plan.past // store.block_size * store.block_size
@@ -60,9 +64,9 @@ def plan_reads(store: BlockStore, holder: Holder, plan: ForwardPlan) -> ForwardP
     )
 
 
-def _reads_key(store: BlockStore, plan: ForwardPlan) -> tuple[int, int, int]:
+def _reads_key(store: BlockStore, plan: ForwardPlan) -> tuple[object, ...]:
     """Changes with the table and with the place of any block; of one row nothing else says where it is read."""
-    return store.version, plan.rows, -(-plan.total // store.block_size)
+    return store.version, plan.rows, -(-plan.total // store.block_size), plan.padding
 
 
 def _as_before(store: BlockStore, holder: Holder, plan: ForwardPlan, hidden: range) -> _Places | None:
@@ -76,11 +80,19 @@ def _as_before(store: BlockStore, holder: Holder, plan: ForwardPlan, hidden: ran
 
 
 @contextlib.contextmanager
-def steady(store: BlockStore, holder: Holder, plan: ForwardPlan) -> Iterator[ForwardPlan]:
+def steady(
+    store: BlockStore, holder: Holder, plan: ForwardPlan, padding: Sequence[int] | None = None
+) -> Iterator[ForwardPlan]:
     """The plan with its blocks where they lie now, and none of them moves inside the `with`.
 
-    Other caches of the store, in other threads, may have moved some since the forward began.
+    Other caches of the store, in other threads, may have moved some since the forward began; and what it streams may
+    leave out what was padding so far, and is none in this attention.
+
+    Args:
+        padding: for each row how many tokens on the left this attention does not see; None where it may see any.
     """
+    if plan.padding is not None or padding is not None:
+        plan = _covering(store, holder, plan, padding)
     if len(store.holders) == 1:
         yield plan
         return
@@ -92,12 +104,37 @@ def steady(store: BlockStore, holder: Holder, plan: ForwardPlan) -> Iterator[For
         yield plan
 
 
-def split_reads(store: BlockStore, holder: Holder, visible: int, hidden: range = range(0)) -> _Places:
+def _covering(store: BlockStore, holder: Holder, plan: ForwardPlan, padding: Sequence[int] | None) -> ForwardPlan:
+    """The plan, or the one that took its place; made again if it leaves out what this attention sees."""
+    with store.lock:
+        known = tuple(padding) if padding is not None and any(padding) else None
+        if holder.plan is not None and holder.plan.number == plan.number:
+            plan = holder.plan
+        left_out = plan.padding
+        if left_out is None or (known is not None and all(map(operator.le, left_out, known))):
+            holder.padding = known
+            return plan
+        holder.padding = None
+        whole = plan_reads(store, holder, plan)
+        if holder.plan is plan:
+            holder.plan = whole
+        return whole
+
+
+def split_reads(
+    store: BlockStore,
+    holder: Holder,
+    visible: int,
+    hidden: range = range(0),
+    padding: Sequence[int] | None = None,
+) -> _Places:
     """Where the first `visible` tokens of each row are read: runs in hot, runs in warm, chunks through staging.
 
-    Blocks whose number in the row is in `hidden` are left out.
+    Args:
+        hidden: numbers of blocks in the row that are left out.
+        padding: for each row the tokens on its left that need not be streamed; None to stream all.
     """
-    return _split(store, _groups(holder, visible, store.block_size, hidden))
+    return _split(store, _groups(holder, visible, store.block_size, hidden), padding)
 
 
 @dataclasses.dataclass
@@ -126,7 +163,7 @@ def _groups(holder: Holder, visible: int, size: int, hidden: range) -> list[_Gro
     return list(found.values())
 
 
-def _split(store: BlockStore, groups: list[_Group]) -> _Places:
+def _split(store: BlockStore, groups: list[_Group], padding: Sequence[int] | None) -> _Places:
     hot: list[Run] = []
     warm: list[Run] = []
     streamed: list[_Group] = []
@@ -138,8 +175,10 @@ def _split(store: BlockStore, groups: list[_Group]) -> _Places:
             _extend(hot, group, block.hot, size)
         elif in_place and block.warm is not None:
             _extend(warm, group, block.warm, size)
-        else:
+        elif padding is None:
             streamed.append(group)
+        elif rows := tuple(row for row in group.rows if padding[row] < group.position + size):
+            streamed.append(dataclasses.replace(group, rows=rows))
     return tuple(hot), tuple(warm), _chunks(streamed, store.prefetcher.chunk_blocks, size)
 
 
