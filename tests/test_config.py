@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tieredkv.config import CacheSettings, ColdSettings, Size, parse_bytes
+from tieredkv import codecs
+from tieredkv.config import CODEC_NAMES, STAGING_ON_CPU, STAGING_ON_GPU, CacheSettings, ColdSettings, Size, parse_bytes
 from tieredkv.errors import ConfigError
 
 
@@ -73,6 +74,11 @@ def test_whole_numbers_of_units_are_exact(count: int, unit: str) -> None:
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"hot": "much"}, "512MiB"),
         ({"warm": -1}, "512MiB"),
+        ({"codec": "nope"}, "Unknown codec"),
+        ({"codec": "nope", "hot_codec": "nope"}, "Unknown codec"),
+        ({"codec": "int8", "hot_codec": "nope"}, "Unknown codec"),
+        ({"codec": None}, "Unknown codec"),
+        ({"max_tokens": -1}, "max_tokens"),
     ],
 )
 def test_a_setting_that_can_never_be_served(changes: dict[str, Any], words: str) -> None:
@@ -85,6 +91,12 @@ def test_a_setting_that_can_never_be_served(changes: dict[str, Any], words: str)
 def test_a_cold_setting_that_can_never_be_served(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ColdSettings(path="/nowhere", **changes)
+
+
+def test_the_names_of_codecs_are_those_that_there_are() -> None:
+    assert tuple(codec.name for codec in codecs._CODECS) == CODEC_NAMES
+    for name in CODEC_NAMES:
+        assert CacheSettings(codec=name).codec == codecs.get_codec(name).name
 
 
 def test_nothing_touches_a_disk_unasked() -> None:
@@ -108,7 +120,7 @@ def test_settings_are_frozen() -> None:
 
 def test_a_chunk_on_a_gpu_is_large_enough_for_its_link() -> None:
     settings = CacheSettings()
-    assert settings.most_chunk_tokens(1024, on_gpu=False) == 4096
-    assert settings.most_chunk_tokens(1024, on_gpu=True) == 32768
-    assert settings.most_chunk_tokens(1 << 20, on_gpu=True) == 4096
-    assert CacheSettings(chunk_tokens=64).most_chunk_tokens(1024, on_gpu=True) == 64
+    assert STAGING_ON_CPU.chunk_tokens(settings, 1024) == 4096
+    assert STAGING_ON_GPU.chunk_tokens(settings, 1024) == 32768
+    assert STAGING_ON_GPU.chunk_tokens(settings, 1 << 20) == 4096
+    assert STAGING_ON_GPU.chunk_tokens(CacheSettings(chunk_tokens=64), 1024) == 64

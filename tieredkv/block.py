@@ -4,7 +4,7 @@ A block is `block_size` consecutive tokens of one sequence, over all tiered laye
 a pool tensor is `[kv_heads, slots, block_size, dim]`, so that neighbouring slots are one contiguous stretch of
 tokens per head (docs/decisions/0001-head-major-pools.md).
 
-Imports: errors only.
+Imports: config.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 
 import torch
 
-TIERS = ("hot", "packed", "warm", "cold")
-"""Fastest first. "packed" is device memory too, and holds blocks in the codec of the tiers below it."""
+from tieredkv.config import TIERS as TIERS
+
 LOWER = TIERS[1:]
 """The tiers that hold blocks as a codec made them."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tieredkv.errors import ConfigError
 
@@ -20,6 +20,16 @@ Kernel = Literal["auto", "native", "flex", "flash"]
 Placement = Literal["both", "window", "watermark"]
 Beyond = Literal["demote", "drop"]
 """What happens to a block that leaves the window: it may move down a tier, or (lossy) it is freed."""
+
+Role = Literal["hot", "packed", "warm", "cold"]
+TIERS: tuple[str, ...] = get_args(Role)
+"""Fastest first. "packed" is device memory too, and holds blocks in the codec of the tiers below it."""
+
+CODEC_NAMES = ("raw", "fp8", "int8", "int4")
+"""Encodings of blocks below hot: those that `tieredkv.codecs` has, in its order."""
+
+DEFAULT_WINDOW_TOKENS = 2048
+"""What a window is unless it is given, where so much fits."""
 
 BLOCK_MULTIPLE = 16
 """Block sizes are multiples of this: the smallest block FlexAttention serves on every device."""
@@ -78,6 +88,19 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise _bad_size(size)
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def check_codec(name: str) -> None:
+    """Refuse what is not one of `CODEC_NAMES`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in CODEC_NAMES:
+        known = ", ".join(map(repr, CODEC_NAMES))
+        raise ConfigError(
+            "Unknown codec.", wanted=f"one of {known}", got=repr(name), change="choose one of these names"
+        )
 
 
 def _bad_size(size: object) -> ConfigError:
@@ -220,6 +243,9 @@ class CacheSettings:
         for size in (self.hot, self.warm, self.hot_quota):
             if size is not None:
                 Size.parse(size)
+        check_codec(self.codec)
+        if self.hot_codec is not None:
+            check_codec(self.hot_codec)
         self._check_placement()
         if isinstance(self.block_size, bool) or self.block_size < BLOCK_MULTIPLE or self.block_size % BLOCK_MULTIPLE:
             raise ConfigError(
@@ -292,11 +318,12 @@ class CacheSettings:
                 got=f'hot_codec={self.hot_codec!r}, beyond="drop"',
                 change="leave one of the two out",
             )
-        if self.sinks < 0 or self.queue_blocks < 1 or (self.moves_per_forward or 0) < 0:
+        if self.sinks < 0 or self.queue_blocks < 1 or min(self.moves_per_forward or 0, self.max_tokens or 0) < 0:
             raise ConfigError(
                 "A number that cannot be.",
-                wanted="sinks >= 0, queue_blocks >= 1 and moves_per_forward >= 0 or None",
-                got=f"sinks={self.sinks}, queue_blocks={self.queue_blocks}, moves_per_forward={self.moves_per_forward}",
+                wanted="sinks >= 0, queue_blocks >= 1, moves_per_forward >= 0 or None, max_tokens >= 0 or None",
+                got=f"sinks={self.sinks}, queue_blocks={self.queue_blocks}, moves_per_forward={self.moves_per_forward},"
+                f" max_tokens={self.max_tokens}",
                 change="leave them at their defaults",
             )
 

@@ -6,7 +6,7 @@ go in the order of leaving, and the longer they wait the earlier.
 Pure decisions over positions and counts, so that two runs with the same history decide the same, however long copies
 took. Nothing here moves a byte.
 
-Imports: block.
+Imports: config, block.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from tieredkv.block import Block
+from tieredkv.config import DEFAULT_WINDOW_TOKENS
 
-DEFAULT_WINDOW_TOKENS = 2048
 AGEING_FORWARDS = 8
 """A copy that has waited for so many forwards counts as one priority lower, and so goes earlier."""
 HYSTERESIS_SHARE = 16

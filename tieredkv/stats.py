@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from tieredkv.config import Beyond
+from tieredkv.config import TIERS, Beyond
 
 T = TypeVar("T")
-_TIERS = ("hot", "packed", "warm", "cold")  # as in `block`, which stands above this
 Mode = Literal["blocks", "gather"]
 
 
@@ -240,7 +239,7 @@ class CacheStats:
             KeyError, TypeError: it is not such a record.
         """
         records: dict[str, Any] = {
-            **{name: _record(TierStats, saved[name]) for name in _TIERS if name in saved},
+            **{name: _record(TierStats, saved[name]) for name in TIERS if name in saved},
             **{name: _record(PhaseStats, saved[name]) for name in ("prefill", "decode")},
             "moves": {name: _record(MoveStats, move) for name, move in saved["moves"].items()},
             **{name: tuple(saved.get(name, ())) for name in ("pin_failures", "native_failures")},
@@ -295,7 +294,7 @@ class Counters:
         self._phases: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
         self._phase = "prefill"
         self._hits_before = 0
-        self.hits = dict.fromkeys(_TIERS, 0)
+        self.hits = dict.fromkeys(TIERS, 0)
         self.verified_blocks = 0
         self.checksum_failures = 0
         self.retries = 0

@@ -88,11 +88,11 @@ def bisect(model: Any, ids: torch.Tensor, new_tokens: int, codec: str, cold: Pat
             got=total,
             change="a longer --document, or a larger --prompt-tokens",
         )
-    get_codec(codec)
+    stages = _settings(total, codec, cold)
     stock = DynamicCache(config=model.config)
     logits, fed = _feed(model, ids, stock, new_tokens, None)
     found = []
-    for name, settings in _settings(total, codec, cold).items():
+    for name, settings in stages.items():
         found.append(_run(model, ids, fed, logits, stock, name, settings))
         if found[-1].departs and found[-1].lossless:
             break

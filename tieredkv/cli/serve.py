@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.console import Console
 from tieredkv import sizing
 from tieredkv.cli.model import Loaded, load, quiet
 from tieredkv.cli.telling import errors_told, terminal
-from tieredkv.config import CacheSettings, ColdSettings, parse_bytes
+from tieredkv.config import DEFAULT_WINDOW_TOKENS, CacheSettings, ColdSettings, parse_bytes
 from tieredkv.device import device_for
 from tieredkv.durable import DurableSettings
 from tieredkv.errors import ConfigError
@@ -49,7 +49,7 @@ class Serving:
     dtype: str
     device: str | None
     cache: CacheSettings
-    durable: DurableSettings | bool
+    durable: DurableSettings | Literal[False]
     engine: EngineSettings
     endpoint: EndpointSettings
     utilization: float
@@ -75,7 +75,9 @@ def serve(
     warm: Annotated[str | None, typer.Option(help="The same forms.", show_default=_WARM)] = None,
     cold: Annotated[Path | None, typer.Option(help="Folder; prefixes are kept there.", show_default="none")] = None,
     cold_cap: Annotated[str | None, typer.Option(help="Most bytes of it.", show_default="what the disk has")] = None,
-    window: Annotated[int | None, typer.Option(help="Recent tokens that stay hot.", show_default="2048")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Recent tokens that stay hot.", show_default=str(DEFAULT_WINDOW_TOKENS))
+    ] = None,
     codec: Annotated[str | None, typer.Option(help="Below hot: raw, fp8, int8 or int4.", show_default="raw")] = None,
     hot_codec: Annotated[str | None, typer.Option(help="The same name: encoded on the device too.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto: as the weights are.")] = "auto",

@@ -9,7 +9,7 @@
 
 (Ratios for blocks of 128 tokens and heads of 64, scales included; each class states its bound exactly.)
 
-Imports: errors, block, and this package.
+Imports: errors, config, block, and this package.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from tieredkv.codecs.base import Codec
 from tieredkv.codecs.int4 import Int4Codec
 from tieredkv.codecs.raw import RawCodec
 from tieredkv.codecs.scaled import Fp8Codec, Int8Codec
-from tieredkv.errors import ConfigError
+from tieredkv.config import CODEC_NAMES, check_codec
 
 __all__ = ["CODEC_NAMES", "Codec", "Fp8Codec", "Int4Codec", "Int8Codec", "RawCodec", "get_codec"]
 
 _CODECS: tuple[type[Codec], ...] = (RawCodec, Fp8Codec, Int8Codec, Int4Codec)
-
-CODEC_NAMES: tuple[str, ...] = tuple(codec.name for codec in _CODECS)
-"""The names that `get_codec` knows."""
 
 
 def get_codec(name: str) -> Codec:
@@ -34,8 +31,5 @@ def get_codec(name: str) -> Codec:
     Raises:
         ConfigError: the name is unknown.
     """
-    for codec in _CODECS:
-        if codec.name == name:
-            return codec()
-    known = ", ".join(repr(known) for known in CODEC_NAMES)
-    raise ConfigError("Unknown codec.", wanted=f"one of {known}", got=repr(name), change="choose one of these names")
+    check_codec(name)
+    return next(codec for codec in _CODECS if codec.name == name)()

@@ -1,6 +1,6 @@
 """What a codec is, and what the lossy ones share: storable scales, and pieces of work that fit in cache.
 
-Imports: errors and block.
+Imports: errors, config and block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from tieredkv.block import LayerGeometry, Plane, Planes
+from tieredkv.config import BLOCK_MULTIPLE
 from tieredkv.errors import ConfigError, MismatchError
 
 # Scales have 2 bytes and the range of fp32: in fp16, keys above 8e6 would overflow, and 4 bytes would double the cost.
@@ -79,12 +80,12 @@ class Codec(ABC):
 
 def check_block_size(block_size: int) -> None:
     """Refuse block sizes whose planes would not be whole 64-bit words."""
-    if block_size <= 0 or block_size % 16:
+    if block_size <= 0 or block_size % BLOCK_MULTIPLE:
         raise ConfigError(
-            "A block is a multiple of 16 tokens.",
+            f"A block is a multiple of {BLOCK_MULTIPLE} tokens.",
             wanted="16, 32, 48, ...",
             got=block_size,
-            change="set block_size to a multiple of 16",
+            change=f"set block_size to a multiple of {BLOCK_MULTIPLE}",
         )
 
 

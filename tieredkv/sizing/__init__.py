@@ -9,7 +9,6 @@ Imports: errors, config, block (for `LayerGeometry`), codecs.
 from __future__ import annotations
 
 from tieredkv.sizing.footprint import (
-    CODECS,
     DEFAULT_BLOCK_SIZE,
     EncodedBytes,
     encoded_block_bytes,
@@ -24,7 +23,6 @@ from tieredkv.sizing.source import load_config
 from tieredkv.sizing.weights import count_weights
 
 __all__ = [
-    "CODECS",
     "DEFAULT_BLOCK_SIZE",
     "EncodedBytes",
     "LayerKV",

@@ -1,6 +1,6 @@
 """The words of a plan: what the layers store, how it was counted, what to beware of, and code that makes the cache.
 
-Imports: this package's footprint, layers and record.
+Imports: config, and this package's footprint, layers and record.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tieredkv.config import DEFAULT_WINDOW_TOKENS
 from tieredkv.sizing.footprint import layer_bytes
 from tieredkv.sizing.layers import LayerKV
 from tieredkv.sizing.record import DeviceUse, Encoding, Rates, Spread, StepCost, format_bytes, format_seconds
 from tieredkv.sizing.source import read_field
 
-_DEFAULT_WINDOW_TOKENS = 2048  # of TieredCache
 _SLOW_STEP_RATIO = 3.0  # a transfer this many times the compute beside it earns a warning
 _MIB = 2**20
 
@@ -109,7 +109,7 @@ def suggest(context_tokens: int, batch: int, device: DeviceUse, spread: Spread, 
         arguments.append('cold="/path/on/nvme"')
     arguments.append(f"block_size={encoding.block_size}")
     window_tokens = hot.used_blocks * encoding.block_size // batch
-    if spread.verdict != "hot" and window_tokens < _DEFAULT_WINDOW_TOKENS:
+    if spread.verdict != "hot" and window_tokens < DEFAULT_WINDOW_TOKENS:
         arguments.append(f"window={window_tokens}")
     if spread.verdict != "hot" and encoding.codec != "raw":
         arguments.append(f'codec="{encoding.codec}"')

@@ -9,12 +9,11 @@ import dataclasses
 
 import torch
 
-from tieredkv.codecs import CODEC_NAMES, get_codec
+from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings
 from tieredkv.errors import ConfigError
 from tieredkv.sizing.layers import LayerKV, kv_layers
 
-CODECS: tuple[str, ...] = CODEC_NAMES
 DEFAULT_BLOCK_SIZE = CacheSettings().block_size
 
 _DTYPES: dict[str | int, torch.dtype] = {
@@ -54,7 +53,7 @@ def encoded_block_bytes(layer: LayerKV, codec: str, block_size: int, dtype: torc
 
     Args:
         layer: a layer that stores keys and values.
-        codec: one of `CODECS`.
+        codec: one of `config.CODEC_NAMES`.
         block_size: tokens of a block, a multiple of 16.
         dtype: dtype of K and V unencoded, its name, or its bytes per element (2 or 4).
 
@@ -97,7 +96,7 @@ def kv_bytes_per_token(
     Args:
         config: as in `kv_layers`.
         dtype: dtype of K and V, or its bytes per element.
-        codec: one of `CODECS`.
+        codec: one of `config.CODEC_NAMES`.
         block_size: tokens that share the scales of a codec.
     """
     return sum(layer_bytes(layer, 1, dtype, codec, block_size) for layer in kv_layers(config))

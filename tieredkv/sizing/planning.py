@@ -4,7 +4,7 @@
 would, and predicts the bytes that each decode step streams. Everything is arithmetic on the config; nothing is
 measured or allocated.
 
-Imports: errors, codecs and this package's other modules.
+Imports: errors, config, codecs and this package's other modules.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from tieredkv.codecs import get_codec
+from tieredkv.config import BLOCK_MULTIPLE, CODEC_NAMES, check_codec
 from tieredkv.errors import ConfigError
 from tieredkv.sizing.explain import describe_layers, explain_counting, suggest, warn
-from tieredkv.sizing.footprint import CODECS, DEFAULT_BLOCK_SIZE, kv_bytes_per_token, parse_dtype
+from tieredkv.sizing.footprint import DEFAULT_BLOCK_SIZE, kv_bytes_per_token, parse_dtype
 from tieredkv.sizing.layers import LayerKV, cross_kv_layers, kv_layers
 from tieredkv.sizing.record import Budgets, Encoding, Plan, Rates, Spread, StepCost, TableCell
 from tieredkv.sizing.source import decoder_config, load_config, read_field
@@ -62,12 +62,12 @@ def plan(
         ConfigError: a number out of range, an unknown codec or dtype; and what `kv_layers` raises.
     """
     _check(context_tokens, batch, device_memory_bytes, host_memory_bytes, disk_bytes, block_size)
-    get_codec(codec)  # refuses an unknown one before the model is built
+    check_codec(codec)  # before the model is built
     whole, rates = load_config(config), rates or Rates()
     layers, text = kv_layers(whole), decoder_config(whole)
     kv_dtype, dtype_source = _dtype(whole, dtype)
     encoding = Encoding(kv_dtype, codec, block_size)
-    by_codec = {name: kv_bytes_per_token(whole, kv_dtype, name, block_size) for name in CODECS}
+    by_codec = {name: kv_bytes_per_token(whole, kv_dtype, name, block_size) for name in CODEC_NAMES}
     device = device_use(whole, device_memory_bytes, context_tokens, batch, kv_dtype)
     budgets = Budgets(device.left_bytes, host_memory_bytes, disk_bytes)
     spread = spread_blocks(layers, context_tokens, batch, budgets, encoding)
@@ -97,13 +97,20 @@ def _check(
     context_tokens: int, batch: int, device_bytes: int, host_bytes: int, disk_bytes: int, block_size: int
 ) -> None:
     at_least = {"context_tokens": (context_tokens, 1), "batch": (batch, 1), "device_memory_bytes": (device_bytes, 1)}
-    at_least |= {"host_memory_bytes": (host_bytes, 0), "disk_bytes": (disk_bytes, 0), "block_size": (block_size, 16)}
+    at_least |= {
+        "host_memory_bytes": (host_bytes, 0),
+        "disk_bytes": (disk_bytes, 0),
+        "block_size": (block_size, BLOCK_MULTIPLE),
+    }
     for name, (value, least) in at_least.items():
         if value < least:
             raise ConfigError(f"{name} is too small.", wanted=f"{least} or more", got=value, change=f"correct {name}")
-    if block_size % 16:
+    if block_size % BLOCK_MULTIPLE:
         raise ConfigError(
-            "The block size is not usable.", wanted="a multiple of 16", got=block_size, change="choose 64 or 128"
+            "The block size is not usable.",
+            wanted=f"a multiple of {BLOCK_MULTIPLE}",
+            got=block_size,
+            change="choose 64 or 128",
         )
 
 

@@ -5,7 +5,7 @@ Imports: its own modules.
 
 from __future__ import annotations
 
-from tieredkv.tiers.base import Empty, Role, SlotRun, Tier, copy_blocks, runs, slot_bytes
+from tieredkv.tiers.base import Empty, SlotRun, Tier, copy_blocks, runs, slot_bytes
 from tieredkv.tiers.cold import ColdTier, blocks_per_file, cold_bytes
 from tieredkv.tiers.hot import HotTier
 from tieredkv.tiers.populate import Populating
@@ -18,7 +18,6 @@ __all__ = [
     "Empty",
     "HotTier",
     "Populating",
-    "Role",
     "SlotPool",
     "SlotRun",
     "Tier",

@@ -3,23 +3,22 @@
 A tier owns its memory or files and a `SlotPool`; who allocates slots, verifies bytes and orders copies is decided
 above. All tiers share one contract suite (tests/tiers/test_tier_contract.py).
 
-Imports: errors, block, checksum, tiers.slots.
+Imports: errors, config, block, checksum, tiers.slots.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tieredkv.block import Plane, Planes
 from tieredkv.checksum import Checksummer
+from tieredkv.config import BLOCK_MULTIPLE, Role
 from tieredkv.errors import ClosedError, ConfigError, MismatchError
 from tieredkv.tiers.slots import SlotPool
-
-Role = Literal["hot", "packed", "warm", "cold"]
 
 
 class SlotRun(NamedTuple):
@@ -236,6 +235,6 @@ def slot_bytes(layers: Sequence[tuple[Plane, ...]]) -> int:
                     f"A block of plane {plane.name!r} is not whole 8-byte words.",
                     wanted="a multiple of 8 bytes",
                     got=plane.block_bytes,
-                    change="use a block size that is a multiple of 16",
+                    change=f"use a block size that is a multiple of {BLOCK_MULTIPLE}",
                 )
     return sum(plane.block_bytes for planes in layers for plane in planes)

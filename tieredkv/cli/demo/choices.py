@@ -1,6 +1,6 @@
 """The demo's options, and what they become for a model: budgets as shares of all keys and values, a block size.
 
-Imports: errors, config, codecs, sizing; torch.
+Imports: errors, config, sizing; torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from tieredkv import sizing
-from tieredkv.codecs import get_codec
 from tieredkv.config import BLOCK_MULTIPLE, CacheSettings, Size
 from tieredkv.errors import ConfigError
 
@@ -58,7 +57,6 @@ class Choices:
     settings: CacheSettings
 
     def __post_init__(self) -> None:
-        get_codec(self.settings.codec)
         if self.attention not in ("blocks", "gather"):
             raise ConfigError(
                 "Unknown attention.", wanted="blocks or gather", got=repr(self.attention), change="--attention blocks"
