@@ -22,18 +22,17 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from tieredkv import prefix
+from tieredkv import eviction, prefix
 from tieredkv.block import Block, LayerGeometry
 from tieredkv.cache import TieredCache
 from tieredkv.config import CacheSettings, ColdSettings, Size
 from tieredkv.device import Device
 from tieredkv.durable import DurableSettings, DurableStats, salt_digest
-from tieredkv.errors import ClosedError, MismatchError
-from tieredkv.eviction import DEFAULT_POLICY
+from tieredkv.errors import ClosedError, ConfigError, MismatchError
 from tieredkv.fingerprint import Fingerprint
 from tieredkv.hf.attachment import Attachment
 from tieredkv.hf.rates import Rates
@@ -86,6 +85,9 @@ class KVStore:
             "lru".
         device: the computing device, for tests.
 
+    Attributes:
+        refusal: why nothing is shared and every prompt is computed whole, in words, or None.
+
     Raises:
         ConfigError: a setting that cannot be served.
         UnsupportedModelError: a model that a TieredCache refuses.
@@ -103,8 +105,8 @@ class KVStore:
         codec: str | None = None,
         hot_codec: str | None = None,
         settings: CacheSettings | None = None,
-        durable: DurableSettings | str | os.PathLike[str] | bool | None = None,
-        policy: str = DEFAULT_POLICY,
+        durable: DurableSettings | str | os.PathLike[str] | Literal[False] | None = None,
+        policy: str = eviction.DEFAULT_POLICY,
         device: Device | None = None,
     ) -> None:
         self._settings = CacheSettings.chosen(
@@ -117,6 +119,8 @@ class KVStore:
             codec=codec,
             hot_codec=hot_codec,
         )
+        eviction.policy(policy)  # refuses an unknown one; the store takes it with its first cache
+        folder = _durable_settings(durable, self._settings.cold_settings)
         self._attachment, self._device = Attachment.to(model), device
         self._model, self._config = model, model.config
         self.refusal = prefix.why_not_shared(self._config)
@@ -125,7 +129,7 @@ class KVStore:
         self._fingerprint = Fingerprint(model)
         self._rates = Rates()
         self._shared = SharedStore(policy)
-        self._published = Published(_durable_settings(durable, self._settings.cold_settings), self._rates)
+        self._published = Published(folder, self._rates)
         self._ways: Ways | None = None
         self._last: weakref.ref[TieredCache] | None = None
         self._counts = dict.fromkeys(("caches", "asked_tokens", "attached_tokens", "refused"), 0)
@@ -332,13 +336,22 @@ class KVStore:
 
 
 def _durable_settings(
-    durable: DurableSettings | str | os.PathLike[str] | bool | None, cold: ColdSettings | None
+    durable: DurableSettings | str | os.PathLike[str] | Literal[False] | None, cold: ColdSettings | None
 ) -> DurableSettings | None:
     if isinstance(durable, DurableSettings):
         return durable
-    if durable is None or durable is True:
+    if durable is None:
         return None if cold is None else DurableSettings(cold.path, free_floor=cold.free_floor)
-    return None if durable is False else DurableSettings(durable)
+    if durable is False:
+        return None
+    if not isinstance(durable, str | os.PathLike):
+        raise ConfigError(
+            "Not a place for published blocks.",
+            wanted="a directory, DurableSettings, or False for none",
+            got=repr(durable),
+            change="give durable= a directory; leave it out to use the folder of cold=",
+        )
+    return DurableSettings(durable)
 
 
 def _agreed(seen: torch.Tensor, given: torch.Tensor | None, rows: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from support import assert_close, assert_generated, audit_store, feed, generate,
 
 import tieredkv
 from tieredkv.device import SimulatedAccelerator
-from tieredkv.errors import BudgetError, ClosedError, MismatchError
+from tieredkv.errors import BudgetError, ClosedError, ConfigError, MismatchError
 from tieredkv.store import BlockStore
 
 SIZES: dict[str, Any] = {"hot": "512 tokens", "warm": "512 tokens", "block_size": 16, "window": 16}
@@ -433,3 +433,20 @@ def test_a_cache_outlives_its_store_and_foreign_ones_are_refused() -> None:
 def test_what_is_no_prompt(ids: torch.Tensor) -> None:
     with make(tiny()) as store, pytest.raises(MismatchError, match="token ids"):
         store.cache(ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"durable": True}, "Not a place for published blocks"),
+        ({"durable": True, "cold": "kv"}, "Not a place for published blocks"),
+        ({"durable": 5}, "Not a place for published blocks"),
+        ({"codec": "nope"}, "Unknown codec"),
+        ({"policy": "nope"}, "Unknown eviction policy"),
+    ],
+)
+def test_what_no_store_can_serve_is_refused_when_it_is_made(changes: dict[str, Any], words: str) -> None:
+    model = tiny()
+    with pytest.raises(ConfigError, match=words):
+        make(model, **changes)
+    assert model.config._attn_implementation == "sdpa", "the model is as it was"
