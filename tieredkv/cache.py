@@ -217,7 +217,7 @@ class TieredCache(Resumable):
     @property
     def fallback_reason(self) -> str | None:
         """Why the first layer that gathers does, or None."""
-        if self._attachment.is_copy or (self._ways.all_blocks and not self._attachment.selected):
+        if self._tiered and (self._attachment.is_copy or (self._ways.all_blocks and not self._attachment.selected)):
             return self._attachment.why_not_selected
         return self._ways.reason
 

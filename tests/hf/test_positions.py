@@ -104,6 +104,46 @@ def test_after_a_crop_the_positions_go_back() -> None:
     accept(positions, at([5, 6]), 5, 2)
 
 
+@pytest.mark.parametrize("removed", [1, 2, 4, 7])
+def test_a_crop_into_a_tree_of_candidates_forgets_the_position(removed: int) -> None:
+    """A path through the tree was accepted: its last token's position is not told by how many tokens went."""
+    positions = started(5)
+    accept(positions, at([5, 6, 6, 7, 7, 7]), 5, 6)
+    positions.cropped(removed)
+    accept(positions, at([6]), 11 - removed, 1)
+    positions.cropped(1)
+    accept(positions, at([6, 7]), 11 - removed, 2)
+
+
+def test_a_crop_over_jumps_of_rows_forgets_the_position() -> None:
+    positions = started(5, 5)
+    accept(positions, at([5], [1]), 5, 1)
+    accept(positions, at([2], [2]), 6, 1)
+    positions.cropped(2)
+    accept(positions, at([5], [5]), 5, 1)
+
+
+def test_within_consecutive_positions_a_crop_keeps_watch() -> None:
+    positions = started(8, 5)
+    accept(positions, at([8], [5]), 8, 1)
+    accept(positions, at([9, 10], [6, 7]), 9, 2)
+    positions.cropped(4)
+    with pytest.raises(PositionError):
+        positions.check(at([6], [3]), 7, 1)
+    accept(positions, at([7], [4]), 7, 1)
+    positions.take_back()
+    positions.cropped(2)
+    accept(positions, at([5, 6], [2, 3]), 5, 2)
+
+
+def test_a_whole_text_again_is_told_of_what_passes_it() -> None:
+    with pytest.raises(PositionError, match=r"assisted or prompt-lookup decoding"):
+        started(5).check(at(range(9)), 5, 9)
+    with pytest.raises(PositionError) as caught:
+        started(5).check(at([2, 3]), 5, 2)
+    assert "assisted" not in str(caught.value)
+
+
 def test_rows_follow_a_selection() -> None:
     positions = started(6, 4)
     positions.select([1, 1])

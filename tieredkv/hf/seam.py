@@ -112,6 +112,8 @@ def attention(
         return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     cache = handle.cache()
     if cache is None:
+        if not handle.full:
+            raise refusals.not_attended("A layer")
         return plain_attention(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     mask = TensorMask(attention_mask) if isinstance(attention_mask, torch.Tensor) else attention_mask
     handle.claimed, handle.config = True, getattr(module, "config", None)
