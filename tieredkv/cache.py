@@ -19,7 +19,6 @@ import torch
 
 from tieredkv import advice, events, report
 from tieredkv.block_table import TableEntry
-from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, ColdSettings, Size, Verify
 from tieredkv.device import Device
 from tieredkv.errors import ConfigError
@@ -83,7 +82,6 @@ class TieredCache(Resumable):
             verify=verify,
             max_tokens=max_tokens,
         )
-        get_codec(chosen.codec)
         super().__init__(Attachment.to(model), chosen, device)
         self.leaving: Callable[[TieredCache], object] | None = None
 
@@ -170,14 +168,22 @@ class TieredCache(Resumable):
             self.watch.select(chosen)
 
     def reserve(self, tokens: int) -> None:
-        """Check that so many tokens of each row fit; nothing is allocated.
+        """Check that so many tokens of each row fit, now or, while the cache is empty, at its first forward.
+
+        Nothing is allocated. An empty cache's rows are not known: what not even one row can have is refused at once
+        where there is a store already, as that of a `KVStore`.
 
         Raises:
             BudgetError: they do not.
+            ConfigError: fewer than none.
         """
         self._finish()
-        if self._place.store is not None and self._place.holder is not None and self._place.holder.table.rows:
-            requests.reserve(self._place.store, self._place.holder, tokens)
+        place = self._place
+        store = place.store or (None if place.shared is None else place.shared.store)
+        is_empty = place.holder is None or not place.holder.table.rows
+        is_sized_anew = is_empty and place.shared is None and self._settings.depends_on_rows
+        if store is not None and not store.is_closed and not is_sized_anew:
+            requests.reserve(store, place.holder, tokens)
         self._settings = dataclasses.replace(self._settings, max_tokens=tokens)
 
     def demote(self, tier: str = "warm") -> int:

@@ -15,35 +15,47 @@ from tieredkv.store.planner import settle
 from tieredkv.store.rooms import tail_copies
 
 
-def reserve(store: BlockStore, holder: Holder, tokens: int) -> None:
-    """Check that `tokens` tokens of each row fit in all tiers together.
+def reserve(store: BlockStore, holder: Holder | None, tokens: int) -> None:
+    """Check that `tokens` tokens of each row fit in all tiers together; of one row while there is none.
+
+    Args:
+        store: of the blocks.
+        holder: the cache, or None for one that has no place in the store yet.
+        tokens: of each row, those that are there included.
 
     Raises:
         BudgetError: they do not; says by how much.
     """
-    store.wait_all()
-    rows, size = len(holder.table), store.block_size
-    dropped = 0 if store.visibility is None else len(store.visibility.droppable(tokens))
-    have = sum(not block.gone for row in holder.table for block in row[: -(-holder.tokens // size)])
-    needed = max((-(-tokens // size) - dropped) * rows - have, 0)
-    needed += tail_copies(holder) if needed > 0 and holder.tokens % size else 0
+    with store.lock:
+        store.wait_all()
+        holder = holder or store.holder()  # gone at the end of this call
+        rows, size = max(len(holder.table), 1), store.block_size
+        dropped = 0 if store.visibility is None else len(store.visibility.droppable(tokens))
+        have = sum(not block.gone for row in holder.table for block in row[: -(-holder.tokens // size)])
+        needed = max((-(-tokens // size) - dropped) * rows - have, 0)
+        needed += tail_copies(holder) if needed > 0 and holder.tokens % size else 0
+        room = _room(store, holder)
+        if needed > room and store.reclaim(needed - room):
+            room = _room(store, holder)
+        if needed > room:
+            block_bytes = store.hot.slot_bytes
+            tier = (store.lower_tiers() or ["hot"])[-1]
+            raise BudgetError(
+                f"{tokens} tokens of {rows} rows do not fit in all tiers together.",
+                wanted=f"{needed * block_bytes} more bytes ({needed} blocks)",
+                got=f"room for {room} blocks, {(needed - room) * block_bytes} bytes short",
+                change=f"enlarge {tier}=, or fewer tokens or rows",
+                tier=tier,
+            )
+
+
+def _room(store: BlockStore, holder: Holder) -> int:
+    """Blocks that a cache could have beside those it has."""
     duplicates = sum(1 for c in store.candidates(set()) if c.block.is_stored_below)
     free = store.hot.slots.free
     if holder.quota_slots is not None:
         free = min(free, max(holder.quota_slots - holder.own_hot_slots(), 0))
-    room = free + store.lower_free() + duplicates
-    if needed > room:
-        room += store.reclaim(needed - room)
-    if needed > room:
-        block_bytes = store.hot.slot_bytes
-        tier = (store.lower_tiers() or ["hot"])[-1]
-        raise BudgetError(
-            f"{tokens} tokens of {rows} rows do not fit in all tiers together.",
-            wanted=f"{needed * block_bytes} more bytes ({needed} blocks)",
-            got=f"room for {room} blocks, {(needed - room) * block_bytes} bytes short",
-            change=f"enlarge {tier}=, or fewer tokens or rows",
-            tier=tier,
-        )
+    return free + store.lower_free() + duplicates
 
 
 def demote(store: BlockStore, holder: Holder, tier: str) -> int:
