@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from support import feed, small, store_of, tiny, tokens
 
+import tieredkv
 from tieredkv.block import Block
 from tieredkv.block_table import BlockTable
 
@@ -140,6 +141,22 @@ def test_shared_blocks_show_their_references(cold_dir: Path) -> None:
         cache.batch_repeat_interleave(3)
         assert {entry.ref_count for entry in cache.block_table()} == {3}
         assert {entry.row for entry in cache.block_table()} == {0, 1, 2}
+
+
+def test_access_is_the_caches_and_a_block_that_is_kept_has_one_reference_more() -> None:
+    model, ids = tiny(), tokens(40)
+    with tieredkv.KVStore(model, hot="512 tokens", warm=0, block_size=BLOCK, window=16) as store:
+        with store.cache(ids) as first:
+            feed(model, ids, first, [30, 1])
+            assert {entry.ref_count for entry in first.block_table()} == {1}
+            last = first.block_table()[0].last_access
+            assert last > 0
+        with store.cache(ids) as second:
+            feed(model, ids[:, 32:], second, [1, 1])
+            entries = [entry for entry in second.block_table() if entry.layer_id == 0]
+            assert [entry.ref_count for entry in entries] == [2, 2, 1], "two are kept, the tail is not"
+            assert len({entry.last_access for entry in entries}) == 1
+            assert entries[0].last_access == store_of(second).forwards > last
 
 
 def test_an_empty_cache_has_an_empty_table() -> None:

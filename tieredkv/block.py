@@ -83,14 +83,16 @@ class Block:
     Args:
         id: unique within a store.
         tokens: tokens filled so far, at most the block size.
-        refs: how many table entries point to it; freed at zero.
+        refs: how many table entries point to it, those of what keeps it for later caches and of who looks it up
+            included; freed at zero.
         sealed: full and immutable.
         hot: slot in the hot tier, or None.
         packed: slot in the packed tier, or None.
         warm: slot in the warm tier, or None.
         cold: slot in the cold tier, or None.
         checksums: per layer, the 64-bit checksum over the bytes as stored below hot, or None while there is none.
-        last_access: the forward (a counter) that last attended or wrote it.
+        last_access: for a block that is kept for later caches, the store's forward (a counter) at which it was last
+            published or found. When a cache last ran is known to its `Holder`.
         gone: dropped for good, and in no tier: it stands in a table for tokens that are seen no more.
     """
 

@@ -27,8 +27,8 @@ class TableEntry:
         token_range: first token and one past the last, counted from the row's first stored token.
         location: the fastest tier that holds the block: one of `block.TIERS`; "nowhere" once it was dropped.
         offset: bytes from the start of that tier's memory for this layer (K plane, first head) to the block.
-        last_access: number of the forward that last attended or wrote the block.
-        ref_count: how many rows, of all caches, point to the block.
+        last_access: number of the cache's last forward, counted over all caches of its store.
+        ref_count: rows of all caches that point to the block, and one more while the store keeps it for later ones.
     """
 
     row: int

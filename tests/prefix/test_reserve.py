@@ -64,6 +64,7 @@ def test_it_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     with make(model) as store:
         cache = store.cache(ids)
         feed(model, ids, cache)
+        cache.reserve(41)  # the forward has ended then
         asking = threading.Thread(target=cache.reserve, args=(48,))
         with store_of(cache).lock:
             asking.start()
