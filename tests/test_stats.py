@@ -21,7 +21,8 @@ BLOCK_BYTES = BLOCK * 2 * 2 * 2 * DIM * 4  # tokens, layers, K and V, heads, dim
 
 def moved(counters: Counters, source: str, target: str, ids: list[int], total_bytes: int, seconds: float) -> None:
     blocks = [Block(number) for number in ids]
-    counters.moved(source, target, blocks, total_bytes=total_bytes, seconds=seconds, reason="window")
+    reason = "stream" if target == "hot" else "window"
+    counters.moved(source, target, blocks, total_bytes=total_bytes, seconds=seconds, reason=reason)
 
 
 def test_moves_are_counted_per_direction() -> None:
@@ -54,6 +55,7 @@ def test_phases_are_apart() -> None:
     counters.stalled(0.2)
     counters.begin_forward(1, rows=2)
     moved(counters, "warm", "hot", [1], 40, 0.3)
+    counters.moved("warm", "hot", [Block(1)], total_bytes=7, seconds=0.1, reason="request")  # nobody attended it
     prefill, decode = counters.phases()
     assert (prefill.forwards, prefill.tokens, prefill.written_bytes, prefill.streamed_bytes) == (1, 60, 100, 0)
     assert (decode.forwards, decode.tokens, decode.written_bytes, decode.streamed_bytes) == (1, 2, 0, 40)

@@ -177,9 +177,9 @@ def test_names_and_answers_are_shown_as_they_are(model: str, tmp_path: Path, mon
     options = ["--document", str(file), "--question", "Why [/z] :bug:?", "--cold", str(odd), "--codec", "int4"]
     result = run("--model", model, *options, "--new-tokens", "4", "--warm", "0")
     assert result.exit_code == 0, result.output
-    said = result.output.replace("\n", "")
+    said = "".join(result.output.split())  # lines are broken at spaces, wherever the folder's name lets them
     for text in (f"document  {file}: ", "Why [/z] :bug:?", f"the rest in {odd}", "DynamicCache's answer:[/y] :bug:"):
-        assert text in said
+        assert "".join(text.split()) in said
 
 
 @pytest.mark.parametrize(
