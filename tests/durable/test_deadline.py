@@ -121,6 +121,23 @@ def test_when_too_many_hang_the_next_does_not_wait() -> None:
         pytest.fail("threads do not come back")
 
 
+def test_calls_without_a_thread_count_for_nothing_later(cold_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, start = opened(cold_dir, deadline_seconds=30), threading.Thread.start
+    publish(store, RECORDS)
+
+    def cannot(self: threading.Thread) -> None:
+        if self.name == "tieredkv-read":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", cannot)
+        for _ in range(MOST_CALLS + 1):
+            with pytest.raises(ColdTierError):
+                holds(store, RECORDS)
+    assert holds(store, RECORDS)
+
+
 def test_what_a_call_raises_is_raised_here() -> None:
     def fail() -> None:
         raise ValueError("mine")

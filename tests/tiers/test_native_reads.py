@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support import assert_close, audit, feed, oracle, small, store_of, tiny, to
 import tieredkv
 from tieredkv.block import Plane
 from tieredkv.checksum import Checksummer
+from tieredkv.compiler import Compiler
 from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.tiers import ColdTier
 from tieredkv.tiers.native_reads import END, MOST_PIECES, NativeReads, Stretch, reason
@@ -81,6 +83,52 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_read(file: tuple[int, np.nd
     assert np.array_equal(memory[2], data[7:17])
     assert reason(errno.EBADF).errno == errno.EBADF
     assert "ends" in str(reason(END))
+
+
+class ShortReads(Compiler):
+    """Compiles for a system whose every read of a file gives so many bytes at most, as any may."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+
+    def load(self, name: str, source: str, defines: Mapping[str, int]) -> ctypes.CDLL:
+        short = """
+#include <sys/uio.h>
+static ssize_t short_preadv(int file, const iovec* pieces, int count, off_t offset) {
+  iovec some[64];
+  int used = 0;
+  for (size_t left = MOST_BYTES; left && used < count && used < 64; used++) {
+    some[used] = pieces[used];
+    if (some[used].iov_len > left) some[used].iov_len = left;
+    left -= some[used].iov_len;
+  }
+  return preadv(file, some, used, offset);
+}
+#define preadv short_preadv
+"""
+        return super().load(name, short + source, {**defines, "MOST_BYTES": self._most_bytes})
+
+
+@pytest.mark.parametrize("most_bytes", [7, 40, 64, 100])
+def test_a_read_that_stops_within_a_piece_goes_on_there_and_is_summed_whole(
+    file: tuple[int, np.ndarray], most_bytes: int
+) -> None:
+    descriptor, data = file
+    sizes, blocks, summer = [64, 32], 5, Checksummer()
+    memory = np.zeros(blocks * sum(sizes), np.uint64).view(np.uint8)[: blocks * sum(sizes)]
+    pieces, at = array.array("Q"), memory.ctypes.data
+    for size in sizes * blocks:
+        pieces.extend((at, size))
+        at += size
+    before = pieces[:]
+    outcomes, sums = NativeReads(ShortReads(most_bytes)).read(
+        [Stretch(descriptor, 13, pieces)], len(sizes), (summer, sum(sizes))
+    )
+    assert outcomes == [0] and pieces == before
+    assert np.array_equal(memory, data[13 : 13 + len(memory)])
+    wanted = torch.from_numpy(memory.reshape(blocks, sum(sizes)).copy()).view(torch.int64)
+    assert sums == summer.checksum((wanted[None],)).tolist()
 
 
 def filled(folder: Path, count: int) -> tuple[ColdTier, list[int], list[tuple[torch.Tensor, ...]]]:
