@@ -1,12 +1,16 @@
 """From `update` to the attention's output, over random shapes: error against float64 at most twice SDPA's.
 
 Free slots hold NaN, blocks lie in hot, warm, in place or streamed, or none is resident but the tail; rows are padded on
-the left; masks are causal, or causal with a window.
+the left, some wholly; masks are causal, or causal with a window.
+
+In a single case SDPA may come out exact by chance, so that its error has a slack of one unit of last place there. Over
+all cases of a dtype it has none.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -44,28 +48,32 @@ class Shape:
     in_place: bool
     kernel: str
     window: int | None
-    padding: int
+    padding: int  # tokens of the first row
+    demotes: bool = False  # before the steps: nothing is resident then but the tail, or nothing
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    block = draw(st.sampled_from([16, 32, 64]))
+    block = draw(st.sampled_from([16, 32, 64, 128]))
     tokens = max(block * draw(st.integers(1, 4)) + draw(st.integers(-1, 1)), 2)
+    rows, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    is_padding = rows > 1 and draw(st.integers(0, 3)) == 3  # all of the first row
     return Shape(
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([1, 2, 3, 5])),
         dim=draw(st.sampled_from([32, 64, 80, 128, 256])),
         block=block,
-        rows=draw(st.integers(1, 3)),
+        rows=rows,
         tokens=tokens,
         chunk=draw(st.integers(1, tokens)),
-        steps=draw(st.integers(1, 3)),
+        steps=steps,
         hot_blocks=draw(st.sampled_from([2, 3, 8])),
         in_place=draw(st.booleans()),
         kernel=draw(st.sampled_from(["auto", "native", "flash"])),
         window=draw(st.sampled_from([None, None, 5, 40])),
-        padding=draw(st.integers(0, tokens - 1)),
+        padding=tokens + steps if is_padding else draw(st.integers(0, tokens - 1)),
+        demotes=draw(st.booleans()),
     )
 
 
@@ -81,7 +89,8 @@ def poison_free_slots(cache: tieredkv.TieredCache) -> None:
     store._used_hot.update(free)
 
 
-def check(shape: Shape) -> None:
+def check(shape: Shape) -> tuple[float, float]:
+    """Hold one case against its own bound; its error and SDPA's, as shares of the largest value."""
     heads = shape.kv_heads * shape.group
     config = LlamaConfig(
         num_hidden_layers=1,
@@ -126,6 +135,8 @@ def check(shape: Shape) -> None:
         outputs, first = [], 0
         for new in lengths:
             last = first + new
+            if shape.demotes and first == shape.tokens:
+                cache.demote("warm")
             mask = seam.mask(
                 shape.rows,
                 new,
@@ -142,21 +153,31 @@ def check(shape: Shape) -> None:
             first = last
         assert cache.mode == "blocks"
     ours = torch.cat(outputs, 1).transpose(1, 2)
+    assert ours.isfinite().all()  # padding too
     known = padding.bool()[:, None, :, None].expand_as(ours)  # queries that are padding see nothing
-    assert not ours[known].isnan().any()
     error, theirs = (x.double()[known].sub(exact[known]).abs().max() for x in (ours, sdpa))
-    # Errors near the last place of a dtype are a matter of luck.
-    luck = torch.finfo(shape.dtype).eps * exact[known].abs().max()
+    largest = exact[known].abs().max()
+    luck = torch.finfo(shape.dtype).eps * largest
     assert error <= 2 * theirs + luck, (float(error), float(theirs))
+    return float(error / largest), float(theirs / largest)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(shape=shapes())
-def test_error_is_at_most_twice_that_of_sdpa(shape: Shape) -> None:
-    check(shape)
+def test_error_is_at_most_twice_that_of_sdpa() -> None:
+    errors: defaultdict[torch.dtype, list[tuple[float, float]]] = defaultdict(list)
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(shape=shapes())
+    def each(shape: Shape) -> None:
+        errors[shape.dtype].append(check(shape))
+
+    each()
+    assert set(errors) == {torch.float32, torch.bfloat16, torch.float16}
+    for dtype, pairs in errors.items():
+        ours, theirs = map(sum, zip(*pairs, strict=True))
+        assert ours <= 2 * theirs, (dtype, len(pairs), ours / theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["flex", "auto"])
 def test_with_nothing_resident_but_the_tail(dtype: torch.dtype, kernel: str) -> None:
-    check(Shape(dtype, 2, 2, 64, 16, 1, 97, 33, 3, 2, False, kernel, None, 0))
+    check(Shape(dtype, 2, 2, 64, 16, 1, 97, 33, 3, 2, False, kernel, None, 0, demotes=True))
