@@ -17,7 +17,7 @@ from tieredkv.block import Block, LayerGeometry
 from tieredkv.config import CacheSettings
 from tieredkv.device import CpuDevice, Event
 from tieredkv.plan import ForwardPlan
-from tieredkv.store import BlockStore, Holder, planner, read_layer, requests, write
+from tieredkv.store import BlockStore, Holder, blocks, planner, read_layer, requests, write
 from tieredkv.transfer import Move
 
 BLOCK, HEADS, DIM = 16, 1, 4
@@ -25,7 +25,7 @@ LAYER = LayerGeometry(HEADS, DIM, DIM, torch.float32)
 
 
 def make(**changes: Any) -> tuple[BlockStore, Holder]:
-    """A store of one layer with 12 hot slots and 40 warm ones, and a holder of one row."""
+    """A store of one layer with 13 hot slots and 40 warm ones, and a holder of one row."""
     sizes = {"hot": f"{14 * BLOCK} tokens", "warm": "640 tokens", "window": 1, "block_size": BLOCK, **changes}
     chosen = CacheSettings(chunk_tokens=BLOCK, read_in_place=False, **sizes)
     store = BlockStore(chosen, [LAYER], CpuDevice(), 1, "0" * 32)
@@ -193,3 +193,34 @@ def test_what_leaves_hot_does_not_depend_on_which_copy_ended_first(monkeypatch: 
         found.append(seen)
         check(store, holder)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("after", ["candidates", "leaving_order", "leaving", "Candidate"])
+@pytest.mark.parametrize("write_down_at", [0.1, 1.0])
+def test_a_copy_may_be_collected_while_another_makes_room(
+    monkeypatch: pytest.MonkeyPatch, after: str, write_down_at: float
+) -> None:
+    """In the middle of looking for what leaves hot or is copied down, or when that was chosen already."""
+    store, holder = make(write_down_at=write_down_at, watermark=1.0)
+    forward(store, holder, 2 * BLOCK)
+    twin = store.fork(holder)
+    twin.priority = -1  # its blocks leave first
+    while store.hot.slots.free:
+        forward(store, twin, BLOCK)
+    own = [block for block in twin.table.blocks() if block.refs == 1]
+    looks = [(place, getattr(place, after)) for place in (store, blocks, planner) if hasattr(place, after)]
+    freed: list[int] = []
+
+    def collected(real: Callable[..., Any], *args: Any) -> Any:
+        found = real(*args)
+        if not freed:
+            freed.append(sum(block.hot is not None for block in own))
+            store.leave(twin)
+        return found
+
+    for place, real in looks:
+        monkeypatch.setattr(place, after, functools.partial(collected, real))
+    forward(store, holder, 5 * BLOCK)
+    assert freed[0] > 2
+    assert store.holders == [holder]
+    check(store, holder)

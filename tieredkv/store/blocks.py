@@ -286,7 +286,7 @@ class BlockStore(MoveQueue):
         self.wait_for(blocks)
         left = 0
         for block in blocks:
-            if block.is_stored_below:
+            if block.hot is None or block.is_stored_below:  # the first where its cache was collected meanwhile
                 self.drop_copy(block, "hot")
                 left += 1
         return left

@@ -133,6 +133,7 @@ class MoveQueue:
         Raises:
             BudgetError: they do not fit.
         """
+        blocks = [block for block in blocks if getattr(block, source) is not None]  # or freed with its cache meanwhile
         if not blocks:
             return
         most = self.settings.queue_blocks
