@@ -54,3 +54,21 @@ def test_caches_come_while_others_settle() -> None:
         assert not failed
         assert store.holders == [holder]
         audit(cache)
+
+
+def test_caches_come_and_leave_while_all_are_gone_through() -> None:
+    """As the collector has them leave, between any two of them."""
+    model = tiny()
+    with small(model, None, warm="400 tokens") as cache:
+        feed(model, tokens(60), cache)
+        store = store_of(cache)
+        others = [store.holder() for _ in range(3)]
+        seen = []
+        for holder in store.holders:
+            seen.append(holder)
+            if others:
+                store.leave(others.pop())
+                late = store.holder()
+        assert len(seen) == 4 and late not in seen
+        assert store.holders == [cache.parts().holder, late]
+        audit(cache)
