@@ -102,7 +102,7 @@ class TieredCache(Resumable):
                 got=f"crop({tokens_to_remove})",
                 change=f"crop({tokens_to_remove} - cache.get_seq_length()) keeps {tokens_to_remove} tokens",
             )
-        self._finish()
+        self._end_forward()
         self._others.crop(tokens_to_remove)
         if self._place.store is not None and self._place.holder is not None and tokens_to_remove:
             planner.crop(self._place.store, self._place.holder, self._place.holder.tokens + tokens_to_remove)
@@ -129,7 +129,7 @@ class TieredCache(Resumable):
         Raises:
             MismatchError: no row would be left; nothing is changed.
         """
-        self._finish()
+        self._end_forward()
         self._select([row for row in range(self._rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ class TieredCache(Resumable):
         return self._others.rows if holder is None or not holder.table.rows else len(holder.table)
 
     def _select(self, indices: Sequence[int]) -> None:
-        self._finish()
+        self._end_forward()
         rows = self._rows
         if not rows:
             return
@@ -177,7 +177,7 @@ class TieredCache(Resumable):
             BudgetError: they do not.
             ConfigError: fewer than none.
         """
-        self._finish()
+        self._end_forward()
         place = self._place
         store = place.store or (None if place.shared is None else place.shared.store)
         is_empty = place.holder is None or not place.holder.table.rows
@@ -192,14 +192,14 @@ class TieredCache(Resumable):
         Raises:
             BudgetError: they do not fit there.
         """
-        self._finish()
+        self._end_forward()
         if self._place.store is None or self._place.holder is None:
             return 0
         return requests.demote(self._place.store, self._place.holder, tier)
 
     def promote(self) -> int:
         """Bring blocks back to hot, most recent first, as far as the watermark allows; returns how many came."""
-        self._finish()
+        self._end_forward()
         if self._place.store is None or self._place.holder is None:
             return 0
         return requests.promote(self._place.store, self._place.holder)
@@ -287,7 +287,7 @@ class TieredCache(Resumable):
 
         Takes about a quarter of a second; empty before the first forward. See docs/guides/reading-stats.md.
         """
-        self._finish()
+        self._end_forward()
         return {} if self._place.store is None else links.measure_links(self._place.store)
 
     def explain(self) -> list[advice.Finding]:
@@ -333,7 +333,7 @@ class TieredCache(Resumable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """A cache of its own over the same store: sealed blocks are shared, a tail is copied when it is written."""
-        self._finish()
+        self._end_forward()
         twin = TieredCache(self._attachment.config, settings=self._settings, device=self._place.device)
         memo[id(self)] = twin
         self._attachment.fork(twin._attachment)
@@ -346,7 +346,7 @@ class TieredCache(Resumable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By value: settings, the config, all K and V, and the layers that are not tiered."""
-        self._finish()
+        self._end_forward()
         state = {
             "others": self._others.layers,
             "pairs": [(i, *pair) for i in self._tiered if (pair := self.gather_layer(i)) is not None],

@@ -1,9 +1,8 @@
 """A forward through the cache: what the model calls, layer by layer, between two public operations.
 
-There is no hook after the last layer, so a forward ends at the next one or at the next public call (`_finish`). A
-forward that did not reach every tiered layer is taken back.
+When a forward ends, and what becomes of it, is `cycle`'s.
 
-Imports: everything to its left; transformers' DynamicCache.
+Imports: everything to its left; transformers' cache layers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from tieredkv.attention.call import LayerCall
 from tieredkv.attention.engine import Engine
@@ -21,20 +20,21 @@ from tieredkv.device import Device
 from tieredkv.errors import HandleError, TieredKVError
 from tieredkv.hf import refusals, seam
 from tieredkv.hf.attachment import Attachment, check_layers, tierable_layers
+from tieredkv.hf.cycle import Cycle
 from tieredkv.hf.layers import Handle, tiered_layer
-from tieredkv.hf.others import OtherLayers, StateWatch
+from tieredkv.hf.others import OtherLayers
 from tieredkv.hf.positions import Positions
 from tieredkv.hf.tenancy import SharedStore, Tenancy
 from tieredkv.hf.ways import Ways
 from tieredkv.plan import ForwardPlan
-from tieredkv.store import BlockStore, Holder, check_tensors, gather, planner, read_layer, requests, steady, write
+from tieredkv.store import check_tensors, gather, planner, read_layer, requests, steady, write
 from tieredkv.store.dropping import refuse_dropped
 
 if TYPE_CHECKING:
     from tieredkv.hf.watching import TokenWatch
 
 
-class Forwarding(DynamicCache):
+class Forwarding(Cycle):
     """The part of a `TieredCache` that models call. Not made by itself.
 
     Args:
@@ -48,7 +48,7 @@ class Forwarding(DynamicCache):
 
     def __init__(self, attachment: Attachment, settings: CacheSettings, device: Device | None) -> None:
         check_layers(attachment.config)
-        super().__init__(config=attachment.config)
+        super().__init__(attachment.config)
         self._attachment, self._settings = attachment, settings
         self._tiered = tierable_layers(attachment.config, self.layers)
         self._first = next((i for i, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)), -1)
@@ -60,13 +60,8 @@ class Forwarding(DynamicCache):
         self._place = Tenancy(attachment, settings, device, self._tiered)
         self._positions = Positions()
         self._gather_peak_bytes = 0
-        self._closed = False
-        self._broken: str | None = None
-        self._states = StateWatch()
-        self._whole: ForwardPlan | None = None  # the forward that is open, once every layer was updated
         self._self = weakref.ref(self)
         self._selected = False  # of the forward that is open: reading it from a config takes 12 µs
-        self._asked = True  # for a length or a mask since the last update, as a new forward does
         self.watch: TokenWatch | None = None
         attachment.select()
         self._ways = Ways(self._tiered, attachment.refusal, settings.beyond == "drop")
@@ -120,8 +115,7 @@ class Forwarding(DynamicCache):
 
     def refuse(self, error: TieredKVError) -> None:
         """Raise an error, and take back what was written of this forward."""
-        if self._place.store is not None and self._place.holder is not None:
-            self._take_back(self._place.store, self._place.holder)
+        self._take_back()
         raise error
 
     def _result(
@@ -163,6 +157,7 @@ class Forwarding(DynamicCache):
         self._positions.check(kwargs.get("kwargs"), holder.tokens, new)
         self._broken = self._broken or self._others.out_of_step(holder.tokens, new)
         self._check_usable()
+        self._check_beginning(layer < 0 or self._tiered[layer] == self._first)
         self._selected = self._attachment.selected
         if not self._selected:
             refuse_dropped(store)
@@ -184,72 +179,30 @@ class Forwarding(DynamicCache):
             store.prefetcher.start(range(len(self._tiered)), plan.chunks)
         return plan
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Same as transformers'; MismatchError where the last forward broke off, as a state cannot go back."""
-        self._watch_state(("conv", layer_idx, state_idx))
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
-        """Same as transformers'; refuses as `update_conv_state` does."""
-        self._watch_state(("recurrent", layer_idx, state_idx))
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-
-    def _watch_state(self, state: tuple[str, int, int]) -> None:
-        plan = None if self._place.holder is None else self._place.holder.plan
-        is_over = plan is not None and len(plan.updated) == len(self._tiered)
-        begins = self._states.begins_forward(state, first=self._first, is_open=plan is not None, is_over=is_over)
-        if self._tiered and begins:
-            self._finish()
-            if self._states.start(state):
-                self._broken = f"the linear-attention state of layer {state[1]} went ahead in a forward that broke off"
-            self._check_usable()
-
     def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """A layer that is not tiered is updated first: plan now, so that a refusal comes before any write."""
-        if layer_idx != self._first or not self._tiered or key.shape[-2] == 0:
+        rows, _, new, _ = key.shape
+        if new == 0:
             return
-        if self._place.holder is None:
+        if layer_idx != self._first:
+            if self._open is None:
+                self._check_beginning(False)
+        elif not self._tiered:
+            self._finish()
+            self._check_usable()
+            self._others.remember()
+            self._untiered = ForwardPlan(number=0, past=self._tokens, new=new, rows=rows)
+            self._states.planned()
+            self._interrupted = False
+        elif self._place.holder is None:
+            if self._states.follows(self._first):
+                self._broken = self._states.ahead
+                self._check_usable()
             # What is there is left over from a forward that stopped before the first tiered layer.
             self._others.reset_windows()
         elif self._place.store is not None:
             self._finish()
-            self._plan(-1, key.shape[0], key.shape[-2], kwargs)
-
-    def _finish(self) -> None:
-        """End the forward that is open: it counts if it came to every layer, else it is taken back."""
-        self._check_usable()
-        holder, store = self._place.holder, self._place.store
-        if holder is None or store is None or holder.plan is None:
-            return
-        if not self._is_whole(holder):
-            self._take_back(store, holder)
-            return
-        try:
-            self._ways.end_forward()
-            self._states.end(holder.plan)
-            planner.commit(store, holder)
-            self._others.forget()
-        except Exception:
-            self._take_back(store, holder)
-            raise
-
-    def _is_whole(self, holder: Holder) -> bool:
-        """Whether the forward that is open came to all layers that keep something of it."""
-        plan = holder.plan
-        if plan is not None and self._whole is not plan and len(plan.updated) == len(self._tiered):
-            in_step = self._others.have(holder.tokens + plan.new)
-            self._whole = plan if in_step and self._states.came_to(self._others.linear, plan) else None
-        return plan is not None and self._whole is plan
-
-    def _take_back(self, store: BlockStore, holder: Holder) -> None:
-        """The forward that is open did not happen."""
-        planner.rollback(store, holder)
-        self._ways.forget_forward()
-        self._positions.take_back()
-        self._states.take_back()
-        self._broken = self._others.roll_back(holder.tokens)
+            self._plan(-1, rows, new, kwargs)
 
     def _check_claims(self) -> None:
         """Raises HandleError when the last layer's attention did not use its handle."""
@@ -270,20 +223,15 @@ class Forwarding(DynamicCache):
         """Tokens of each row: of a layer, or (by default) those that every tiered layer has."""
         if layer_idx is not None and layer_idx not in self._index:
             return int(super().get_seq_length(layer_idx))
-        if not self._tiered:
-            return int(super().get_seq_length(0)) if self._first >= 0 else 0
         return self._length(layer_idx)
 
     def _length(self, layer_idx: int | None = None) -> int:
         self._asked = True
-        holder = self._place.holder
-        if holder is None:
-            return 0
-        plan = holder.plan
+        plan = self._open
         if plan is None:
-            return holder.tokens
-        whole = self._is_whole(holder) if layer_idx is None else self._index[layer_idx] in plan.updated
-        return holder.tokens + (plan.new if whole else 0)
+            return self._tokens
+        whole = self._is_whole(plan) if layer_idx is None else self._index[layer_idx] in plan.updated
+        return plan.past + (plan.new if whole else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys, offset) of the next forward's mask in this layer."""
@@ -293,11 +241,11 @@ class Forwarding(DynamicCache):
             # transformers 5.17 asks layer 0 for its mask even where it is linear: the first attention layer answers.
             sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
             return sizes
-        return self._others.mask_sizes(layer_idx, query_length, self._length() if self._tiered else None)
+        return self._others.mask_sizes(layer_idx, query_length, self._length() if self._first >= 0 else None)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next forward's first query."""
-        return self._length() if self._tiered else int(super().get_seq_length(layer_idx))
+        return self._length() if self._first >= 0 else int(super().get_seq_length(layer_idx))
 
     def gather_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copies of all K and V of a tiered layer, [rows, kv_heads, tokens, dim], or None while there are none."""
@@ -313,12 +261,12 @@ class Forwarding(DynamicCache):
 
     def ended(self) -> Tenancy:
         """End the forward that is open; then the cache's place in its store."""
-        self._finish()
+        self._finish(is_public=True)
         return self._place
 
     def joins_step(self) -> Tenancy:
         """A token will come together with those of other caches (see StepCache): the forward before it ends."""
-        self._finish()
+        self._end_forward()
         self._positions.forget()
         if self._place.holder is not None:
             self._place.holder.padding = None  # there every token is seen
@@ -374,27 +322,3 @@ class Forwarding(DynamicCache):
         """What attends the layers."""
         self._check_usable()
         return self._place.engine
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise refusals.closed()
-        if self._place.store is not None:
-            self._place.store.check_usable()
-
-    def _check_usable(self) -> None:
-        self._check_open()
-        if self._broken is not None:
-            raise refusals.out_of_step(self._broken)
-
-    def _empty(self) -> None:
-        """Drop every token."""
-        self._ways.forget_forward()
-        self._states = StateWatch()
-        self._broken = None
-        if self._place.store is not None and self._place.holder is not None:
-            with self._place.store.lock:
-                planner.rollback(self._place.store, self._place.holder)
-                self._place.holder.table.clear()
-                self._place.holder.tokens, self._place.holder.exact_tokens = 0, None
-        self._positions.forget()
-        self._others.reset()

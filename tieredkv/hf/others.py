@@ -4,7 +4,7 @@ beside its K and V. Transformers' own layers.
 They bound their own memory (a window, a state) or are thin (an indexer's keys), so they stay on the device. What the
 cache must do is keep them in step with the tiered layers.
 
-Imports: errors, plan; transformers.
+Imports: errors; transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from tieredkv.errors import MismatchError
-from tieredkv.plan import ForwardPlan
 
 _BESIDE = {"indexer_keys": 1, "indexer_position_ids": 2, "idx_keys": 2}
 """Tensors that layers keep beside K and V, one entry for each token, and the dimension of the tokens."""
@@ -219,83 +218,3 @@ def _has_tokens(layer: Any) -> bool:
         return False
     empty = isinstance(layer, DynamicSlidingWindowLayer) and not layer.is_initialized
     return not empty and not _is_cross(layer)
-
-
-def _has_state(layer: Any) -> bool:
-    """Whether a linear layer was ever updated."""
-    return any(layer.has_previous_state.values()) or any(layer.is_recurrent_states_initialized.values())
-
-
-class StateWatch:
-    """Knows which linear states the forward that is open has updated, and notices one that broke off.
-
-    States before the model's first attention come before a forward is planned, and begin it. A state cannot go back.
-    """
-
-    def __init__(self) -> None:
-        self._updated: set[tuple[str, int, int]] = set()
-        self._ended = False  # the forward that they belong to
-        self._taken_back = False
-        self._lead: bool | None = None  # whether states of the layer with the first attention come before that
-        self._told_of_one: set[int] | None = None
-
-    def begins_forward(self, state: tuple[str, int, int], *, first: int, is_open: bool, is_over: bool) -> bool:
-        """Note an update; if it begins a forward while another is not ended, end that one and then call `start`.
-
-        Args:
-            state: its kind, its layer and its number there.
-            first: the model's first layer with attention.
-            is_open: a forward was planned and is not ended.
-            is_over: its attention is done in every layer.
-        """
-        if state[1] == first and self._lead is None:
-            self._lead = not is_open
-        if state[1] < first or (state[1] == first and self._lead):
-            if self._ended:
-                self._updated, self._ended = set(), False
-            elif state in self._updated or (is_open and (state[1] < first or is_over)):
-                return True
-        self._updated.add(state)
-        return False
-
-    def start(self, state: tuple[str, int, int]) -> bool:
-        """A state begins a forward; whether the one before broke off, after it had updated states."""
-        broke_off = bool(self._updated) and not self._ended
-        self._updated, self._ended, self._taken_back = {state}, False, False
-        return broke_off
-
-    def planned(self) -> None:
-        """Attention begins a forward, or goes on with one that states have begun."""
-        if self._ended or self._taken_back:
-            self._updated, self._ended = set(), False
-        self._taken_back = False
-
-    def came_to(self, layers: dict[int, Any], plan: ForwardPlan) -> bool:
-        """Whether the forward that is open has updated these linear layers.
-
-        For a single token many models update a convolution's state in place, and nobody is told: there the layers that
-        were told of in the first such forward have to be told of again.
-
-        Args:
-            layers: the linear layers.
-            plan: the forward.
-        """
-        updated = self._layers()
-        if plan.new == 1 and plan.past:
-            return self._told_of_one is None or self._told_of_one <= updated
-        if not updated:  # the cache was restored as a whole
-            return all(_has_state(layer) for layer in layers.values())
-        return layers.keys() <= updated
-
-    def end(self, plan: ForwardPlan) -> None:
-        """A forward came to its end."""
-        self._ended = True
-        if plan.new == 1 and plan.past and self._told_of_one is None:
-            self._told_of_one = self._layers()
-
-    def take_back(self) -> None:
-        """The forward that is open did not happen. Models read a state before they update it: too late to empty it."""
-        self._taken_back = True
-
-    def _layers(self) -> set[int]:
-        return {layer_idx for _, layer_idx, _ in self._updated}

@@ -40,6 +40,16 @@ def not_attended(which: str) -> HandleError:
     )
 
 
+def taken_back() -> MismatchError:
+    """The error for the rest of a forward in which a public method of the cache was called."""
+    return MismatchError(
+        "This forward was taken back while it ran, by a call of one of the cache's methods.",
+        wanted="copies, saves, crops and the like between forwards",
+        got="one in a hook, or in another thread, before the forward came to its last layer",
+        change="call it after the forward, and feed this forward's tokens again",
+    )
+
+
 def gradients(what: str) -> TrainingModeError:
     """Gradients would be lost without a word: neither the store nor attention over blocks keeps a graph."""
     return TrainingModeError(

@@ -50,7 +50,7 @@ class Resumable(Forwarding):
             SessionError: the disk refuses; what was at `path` is as it was.
             UnsupportedModelError: state that cannot be saved.
         """
-        self._finish()
+        self._end_forward()
         session.save(Path(path), self._contents(model))
 
     @classmethod
@@ -98,7 +98,7 @@ class Resumable(Forwarding):
 
     def to_dynamic(self) -> DynamicCache:
         """The sequence as a `DynamicCache` of its own; this cache stays as it is."""
-        self._finish()
+        self._end_forward()
         return session.to_dynamic(self._contents(None))
 
     def _contents(self, model: Any) -> session.Contents:
