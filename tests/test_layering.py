@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,33 @@ def foreign_breaches(tree: ast.Module, module: str) -> list[str]:
     return breaches
 
 
+def header_breaches(tree: ast.Module, path: Path) -> list[str]:
+    """What the line "Imports:" at the top of a file says, against what is imported."""
+    if path.name.startswith("__"):  # packages say in their docstring what is in them
+        return []
+    found = re.search(r"^Imports.*", ast.get_docstring(tree) or "", re.DOTALL | re.MULTILINE)
+    if found is None:
+        return ["no line that says what the file imports"]
+    line = found[0].split("\n\n")[0]
+    said, module, siblings, units = set(re.findall(r"\w+", line.split(";")[0])), dotted(path), set[str](), set[str]()
+    for _, name in imports(tree, module):
+        parts = name.split(".")
+        if parts[0] == "tieredkv" and unit(name) != unit(module):
+            units.add(unit(name))
+        elif parts[:-1] and (path.parent / f"{parts[-2]}.py").exists() and path.parent != PACKAGE:
+            siblings.add(parts[-2])
+        elif parts[0] == "tieredkv" and (path.parent / f"{parts[-1]}.py").exists() and path.parent != PACKAGE:
+            siblings.add(parts[-1])
+    wanted = set[str]() if "everything to its left" in line else units | siblings
+    if "this package" in line:
+        wanted -= siblings
+    claimed = {name for name in said if name in ORDER} - units - siblings - {unit(module), path.stem}
+    missing = sorted(wanted - said - {""})
+    return [f"the header does not name {name}" for name in missing] + [
+        f"the header names {name}, which is not imported" for name in sorted(claimed)
+    ]
+
+
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function of a file, methods and nested ones too."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -135,6 +163,11 @@ def breaches(source: str, module: str) -> list[str]:
     found = import_breaches(tree, module) + foreign_breaches(tree, module) + style_breaches(tree, module)
     lines = source.count("\n")
     return found + ([f"{lines} lines: split it"] if lines > MOST_LINES else [])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_says_what_it_imports(path: Path) -> None:
+    assert not header_breaches(ast.parse(path.read_text()), path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -9,7 +9,7 @@ On a device whose copies are not aside, as on a CPU, nothing is read ahead: a ch
 A buffer is overwritten only after the attention that read it (an event of the compute stream), and read only after its
 load is done (an event of the `up` stream).
 
-Imports: errors, block, device, plan, stats, tiers, transfer.
+Imports: stats, block, device, tiers, plan, transfer.
 """
 
 from __future__ import annotations

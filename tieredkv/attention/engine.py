@@ -3,7 +3,7 @@
 A single new token in each row is attended where it was written, inside the runs; several new tokens are attended where
 the model made them, and the runs hold the past alone.
 
-Imports: this package, device, errors, plan, prefetcher, store.
+Imports: errors, device, plan, store, call, flex, lse, over_pools, partials, windowed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What the operator does not do by itself, done here: zero keys end the process (c
 sees nothing has LSE 0; masks must be additive and in q's dtype; work is spread over (row, KV head, stretch of
 queries), so a single query over few heads leaves cores idle unless its keys are cut into pieces.
 
-Imports: torch and the partials.
+Imports: lse; torch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What the operator does not take, and `plain` then serves: a mask, fp32, a softca
 above 256, unlike dims of K and V. Over a run of past keys the heads of a group are packed as queries of one KV head, so
 that keys are read once.
 
-Imports: torch, device, and the partials.
+Imports: device, lse; torch.
 """
 
 from __future__ import annotations

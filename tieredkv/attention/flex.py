@@ -5,7 +5,7 @@ dim]` is seen without a copy as `[1, 1, kv_heads * slots * block, dim]`, and a b
 `head * slots + slot`. Block lists and bounds are tensors that are updated in place once per forward and serve every
 layer.
 
-Imports: torch, errors, tiers and the attention package.
+Imports: errors, tiers, kernels, lse, partials; torch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ seconds, and kept in a folder of the user's. It reads K and V once at close to m
 bound by arithmetic for few queries and computes what a causal mask hides for many, returns the LSE, and needs neither
 merging in Python nor equal rows. Without a compiler the partials serve; `NativeKernels.reason` says why.
 
-Imports: torch, errors, compiler and the attention package.
+Imports: errors, compiler, lse, native_source; torch.
 """
 
 from __future__ import annotations

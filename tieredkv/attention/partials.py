@@ -2,7 +2,7 @@
 
 The choice depends on device, shapes and arguments alone, never on timing, so outputs are reproducible.
 
-Imports: torch and the partials.
+Imports: flash, flash_gpu, lse, plain; torch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Serves where no kernel does: softcap, K dim unlike V dim, devices without the flash op. Scores are computed in fp32
 and held for one stretch of keys at a time, so memory is bounded however long K is.
 
-Imports: torch and the partials.
+Imports: lse; torch.
 """
 
 from __future__ import annotations

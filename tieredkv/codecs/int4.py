@@ -1,6 +1,6 @@
 """Four bits per element in groups of 16, each with its own scale and centre in one byte each.
 
-Imports: errors and block, through base.
+Imports: block, base.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The codec that stores K and V as they are.
 
-Imports: errors and block, through base.
+Imports: block, base.
 """
 
 from __future__ import annotations

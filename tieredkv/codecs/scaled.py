@@ -3,7 +3,7 @@
 Keys have a few channels that are large for every token, so a scale per channel of the block keeps the small channels;
 values have no such channels, and a scale per token costs the same.
 
-Imports: errors and block, through base.
+Imports: block, base.
 """
 
 from __future__ import annotations

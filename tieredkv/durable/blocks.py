@@ -1,6 +1,6 @@
 """Published blocks in a directory: found again by other caches, other processes, and after a restart.
 
-Imports: errors, tiers, durable.{ahead,deadline,identity,reading,room,settings,shelf,stats,writing}.
+Imports: errors, tiers, ahead, deadline, format, identity, reading, room, settings, shelf, stats, writing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the cache needs to know of a model: its config, its layers' geometry, its attention implementation.
 
-Imports: errors, config, block, sizing, hf.
+Imports: errors, block, sizing, layers, seam, selection.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What transformers sees as one layer of the cache: a view of a tiered layer, and the handle it passes to attention.
 
-Imports: errors, plan; transformers' cache layers.
+Imports: errors, plan, forwarding, refusals, step; transformers' cache layers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Registration is idempotent and happens when the cache is imported. Without a handle of ours the attention function
 equals transformers' own SDPA, so a model may keep the name without a cache (use_cache=False, vision towers, encoders).
 
-Imports: errors, attention, layers; transformers.
+Imports: errors, attention, forwarding, layers, refusals, step; transformers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A cache is given K and V, never ids. Blocks may be looked up by ids only if thes
 computed from: every forward's own ids, at consecutive positions from 0 on, with nothing masked and no other input.
 The hook is torch's (`register_forward_pre_hook`); a model called in a way that passes it by is simply not known.
 
-Imports: errors; transformers' cache classes through this package.
+Imports: forwarding, rates; transformers' cache classes through this package.
 """
 
 from __future__ import annotations

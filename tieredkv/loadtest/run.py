@@ -1,6 +1,6 @@
 """Runs a load test: how long words are, the load, the server's memory beside it, and the report.
 
-Imports: everything else of this package but `compare` and the writers.
+Imports: errors, clock, loops, protocol, records, report, server, settings, shapes, words.
 """
 
 from __future__ import annotations

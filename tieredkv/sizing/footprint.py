@@ -1,6 +1,6 @@
 """How many bytes keys and values take: per token, per context, and encoded by a codec with its scales.
 
-Imports: errors, config (the cache's defaults), codecs, and this package's layers.
+Imports: errors, config, codecs, layers.
 """
 
 from __future__ import annotations

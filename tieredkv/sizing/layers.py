@@ -3,7 +3,7 @@
 Read from a transformers config (or any object with the same attributes), as transformers' own cache and attention
 classes read it. Where a family stores something else than its config says, the reason stands beside the rule.
 
-Imports: errors, block (for `LayerGeometry`) and the config reader of this package.
+Imports: errors, block, source.
 """
 
 from __future__ import annotations

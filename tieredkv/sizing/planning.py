@@ -4,7 +4,7 @@
 would, and predicts the bytes that each decode step streams. Everything is arithmetic on the config; nothing is
 measured or allocated.
 
-Imports: errors, config, codecs and this package's other modules.
+Imports: errors, config, explain, footprint, layers, record, source, spread, weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the blocks of a request go: hot first, then warm, then cold, in whole blocks, as the cache places them.
 
-Imports: config (the cache's defaults) and this package's footprint, layers and record.
+Imports: config, footprint, layers, record.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ does). The store hands out blocks and slots, frees what nobody refers to, makes 
 their copies are done. It never decides by how far a copy has come: only positions, counts and settings decide
 (placement.py), so that lossy codecs stay deterministic.
 
-Imports: errors, config, stats, block, codecs, device, tiers, block_table, plan, placement, transfer, prefetcher.
+Imports: errors, config, stats, block, codecs, device, tiers, block_table, plan, placement, transfer, prefetcher, moves,
+opening.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Blocks that are freed because they left the window for good (`beyond="drop"`, which is lossy).
 
-Imports: errors, block, store.
+Imports: errors, block, blocks.
 """
 
 from __future__ import annotations

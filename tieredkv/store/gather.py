@@ -1,6 +1,6 @@
 """Whole K and V of one layer, put together from the tiers: what attention that knows nothing of blocks is given.
 
-Imports: plan, reads, store.
+Imports: plan, blocks, dropping, reads.
 """
 
 from __future__ import annotations

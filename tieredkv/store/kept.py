@@ -3,7 +3,7 @@
 They are held by reference, like those of a cache, and count in the same budgets. When a running cache needs room,
 those that no cache uses are let go, leaves before roots.
 
-Imports: errors, block, eviction, store.
+Imports: errors, block, eviction, blocks.
 """
 
 from __future__ import annotations

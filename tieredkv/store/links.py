@@ -1,6 +1,6 @@
 """What the device's memory and its link to the host give, measured: what a run's rates are held against.
 
-Imports: store.
+Imports: blocks.
 """
 
 from __future__ import annotations

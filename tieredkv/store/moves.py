@@ -2,7 +2,7 @@
 
 The part of a store that the rest of it builds on.
 
-Imports: errors, config, block, device, tiers, transfer, prefetcher.
+Imports: errors, config, stats, block, device, tiers, transfer, prefetcher.
 """
 
 from __future__ import annotations

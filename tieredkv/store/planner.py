@@ -4,8 +4,7 @@
 leaves the cache as it was. `commit` makes the new tokens count, `rollback` drops them. Sealing and write-down wait for
 the next `begin`, after any crop, so that rejected candidates of speculation are never sealed.
 
-Imports: errors, block, block_table, placement, plan, store, dropping, quota, reads, rooms,
-sharing.
+Imports: errors, block, plan, placement, blocks, dropping, quota, reads, rooms, sharing.
 """
 
 from __future__ import annotations

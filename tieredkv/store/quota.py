@@ -3,7 +3,7 @@
 The bucket is filled by forwards and not by time, so that what is copied when depends on the history alone. What a
 forward needs is never held back; only copies ahead of need wait.
 
-Imports: errors, placement, store.
+Imports: errors, placement, blocks.
 """
 
 from __future__ import annotations

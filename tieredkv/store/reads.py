@@ -3,7 +3,7 @@
 Blocks that several rows share are read once for all of them. For a single row that goes on token by token, this is
 worked out only when the table or the placement changed.
 
-Imports: block, device, plan, store.
+Imports: block, device, plan, transfer, blocks.
 """
 
 from __future__ import annotations

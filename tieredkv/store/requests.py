@@ -1,6 +1,6 @@
 """What a caller asks of a cache apart from forwards: reserve, demote, promote.
 
-Imports: errors, placement, store, planner.
+Imports: errors, block, placement, blocks, planner, rooms.
 """
 
 from __future__ import annotations

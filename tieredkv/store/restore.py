@@ -1,6 +1,6 @@
 """Sealed blocks out of a store as the bytes they have below hot, and back into its slots, verified on arrival.
 
-Imports: block, device, tiers, durable, store.
+Imports: block, device, tiers, durable, blocks, sharing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the blocks of a forward go: hot, straight to a lower tier, or nowhere. Worked out before anything is written.
 
-Imports: errors, placement, store.
+Imports: errors, placement, blocks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The cache sees no token ids, so rows are compared by what they hold: block by block as they seal, chained from the
 first. A checksum only nominates; bytes of every layer decide.
 
-Imports: errors, block, store.
+Imports: errors, block, blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes a layer's new keys and values where the plan says: hot slots at once, lower tiers in the background.
 
-Imports: errors, plan, store.
+Imports: errors, block, device, plan, blocks.
 """
 
 from __future__ import annotations

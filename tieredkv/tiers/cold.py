@@ -2,7 +2,8 @@
 
 What lies here is private and goes with the cache; nothing of it is found again by another process.
 
-Imports: block, checksum, compiler, device, errors, and of tiers base, slots, rows and the other cold modules.
+Imports: errors, compiler, block, checksum, device, base, cold_files, cold_folder, cold_layout, native_reads, rows,
+slots.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The warm tier: host memory, in one piece where it costs nothing until touched, in growing pieces where it does.
 
-Imports: block, device, errors, tiers.base, tiers.pool, tiers.slots.
+Imports: block, device, base, pool, slots.
 """
 
 from __future__ import annotations

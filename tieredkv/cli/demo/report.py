@@ -1,6 +1,6 @@
 """Compares the demo's two generations: a record of all figures, a table for people, JSON for programs.
 
-Imports: stats, sizing, the command line's stock and this package's run; torch and rich.
+Imports: stats, sizing, run, stock; torch and rich.
 """
 
 from __future__ import annotations

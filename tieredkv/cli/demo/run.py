@@ -1,6 +1,6 @@
 """One measured generation of the demo, from any cache: greedy, its prefill with a progress bar, its tokens timed.
 
-Imports: the command line's model, prompt and stock; torch, transformers and rich.
+Imports: model, prompt, stock; torch, transformers and rich.
 """
 
 from __future__ import annotations
