@@ -169,7 +169,7 @@ BROKEN_OFF = Site("store/moves", "MoveQueue._queue", "wait")
 
 OTHERWISE = {
     BROKEN_OFF: "test_waits.py::test_slots_of_a_move_that_was_broken_off_are_free_when_its_copy_is_over",
-    Site("transfer", "Mover._hold", "wait"): "test_transfer.py::test_what_copies_keep_alive_is_bounded_and_let_go",
+    Site("transfer", "Mover._hold", "wait"): "test_arrival.py::test_no_more_is_kept_alive_than_the_limit",
     Site("store/links", "_rate", "wait", 0): "store/test_link_rates.py::test_a_rate_is_of_work_that_is_done",
     Site("store/links", "_rate", "wait", 1): "store/test_link_rates.py::test_a_rate_is_of_work_that_is_done",
     Site("store/links", "_rate", "record", 0): "store/test_link_rates.py::test_a_rate_is_of_work_that_is_done",
