@@ -67,12 +67,12 @@ def places(model: Any) -> Iterator[torch.nn.Module]:
     return (module for module in model.modules() if not list(module.children()))
 
 
+def stop(*_: Any) -> None:
+    raise Stop
+
+
 def break_off(model: Any, place: torch.nn.Module, ids: torch.Tensor, cache: Any) -> bool:
     """Whether a forward broke off there; its attention may not need the place."""
-
-    def stop(*_: Any) -> None:
-        raise Stop
-
     hook = place.register_forward_pre_hook(stop)
     try:
         feed(model, ids, cache)
@@ -188,3 +188,42 @@ def test_a_method_that_is_called_while_a_forward_runs(name: str, past: int, new:
                     assert "reset" in error.change or "again" in error.change
                     cache.reset()
             goes_on_right(name, cache)
+
+
+def test_a_model_with_states_outside_of_the_cache_goes_on() -> None:
+    """RecurrentGemma keeps its states in its modules, and tells the cache of its windows alone."""
+    model, wanted = model_of("recurrent_gemma"), wanted_of("recurrent_gemma")
+    with small(model, None) as cache:
+        assert_close(feed(model, tokens(WHOLE), cache, [PAST, 1, 1, 1, 1, 1]), wanted, tolerance=ROUGH)
+
+
+@torch.no_grad()
+def test_a_model_with_states_alone_is_right_until_a_break_and_then_refused() -> None:
+    model, ids, wanted = model_of("mamba"), tokens(WHOLE), wanted_of("mamba")
+
+    def feed_on(cache: Any, first: int, last: int) -> None:
+        assert_close(model(ids[:, first:last], cache=cache).logits, wanted[:, first:last], tolerance=ROUGH)
+
+    with small(model, None) as cache:
+        for _ in range(2):
+            feed_on(cache, 0, PAST)
+            feed_on(cache, PAST, PAST + 1)
+            feed_on(cache, PAST + 1, PAST + 2)
+            hook = model.backbone.layers[1].mixer.register_forward_pre_hook(stop)
+            with pytest.raises(Stop):
+                feed_on(cache, PAST + 2, PAST + 3)
+            hook.remove()
+            with pytest.raises(MismatchError, match="broke off"):
+                copy.deepcopy(cache)
+            with pytest.raises(MismatchError, match="broke off"):
+                feed_on(cache, PAST + 2, PAST + 3)
+            cache.reset()
+
+
+def test_a_state_that_an_earlier_forward_did_not_come_to_is_refused() -> None:
+    model, ids = model_of("state last"), tokens(WHOLE)
+    with small(model, None) as cache:
+        feed(model, ids[:, :PAST], cache)
+        cache._others.reset()
+        with pytest.raises(MismatchError, match="did not come to"):
+            feed(model, ids[:, PAST:], cache)

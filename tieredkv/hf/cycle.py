@@ -16,7 +16,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from tieredkv.hf import refusals
 from tieredkv.hf.others import OtherLayers
 from tieredkv.hf.positions import Positions
-from tieredkv.hf.states import LinearStates, State, StateWatch, Touch
+from tieredkv.hf.states import LinearStates, State, StateWatch, Touch, has_state
 from tieredkv.hf.tenancy import Tenancy
 from tieredkv.hf.ways import Ways
 from tieredkv.plan import ForwardPlan
@@ -52,6 +52,9 @@ class Cycle(LinearStates):
             return
         self._asked = False
         plan = self._open
+        if not has_state(layer) and (self._tokens if plan is None else plan.past):
+            self._broken = f"an earlier forward did not come to the linear-attention state of layer {touch.layer}"
+            self._check_usable()
         is_over = plan is not None and len(plan.updated) == len(self._tiered)
         first = self._first if self._first >= 0 else len(self.layers)
         if self._states.begins_forward(touch, layer, first=first, is_open=plan is not None, is_over=is_over):
@@ -133,7 +136,9 @@ class Cycle(LinearStates):
     def _is_whole(self, plan: ForwardPlan) -> bool:
         """Whether the forward that is open came to all layers that keep something of it."""
         if self._whole is not plan and len(plan.updated) == len(self._tiered):
-            came = self._states.came_to(self._others.linear, one=_is_of_one(plan), past=plan.past)
+            linear = self._others.linear
+            came = self._states.came_to(linear, one=_is_of_one(plan), past=plan.past)
+            came = came or (plan is self._untiered and self._states.are_elsewhere(linear))
             self._whole = plan if came and self._others.have(plan.total) else None
         return self._whole is plan
 

@@ -72,6 +72,8 @@ class OtherLayers:
         """Empty every layer; the next forward may have another number of rows."""
         for layer in self:
             layer.reset()
+            if isinstance(layer, DynamicLayer):
+                _drop(layer)
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 for held in (layer.conv_states, layer.recurrent_states, layer.conv_kernel_size):
                     held.update(dict.fromkeys(held))
@@ -172,6 +174,7 @@ class OtherLayers:
         for layer in self:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 DynamicSlidingWindowLayer.reset(layer)
+                _drop(layer)
 
     def out_of_step(self, tokens: int, new: int) -> str | None:
         """Why what is kept beside K and V does not fit a cache of `tokens` tokens as a forward begins, or None.
@@ -199,6 +202,12 @@ def _put_back(noted: list[tuple[Any, dict[str, Any]]]) -> None:
     """Layers as `OtherLayers._noted` found them."""
     for layer, state in noted:
         vars(layer).update(state)
+
+
+def _drop(layer: DynamicLayer) -> None:
+    """Let go of K and V, which transformers 5.17 fills with zeros at a reset and then goes on from."""
+    layer.keys = layer.values = None
+    layer.is_initialized = False
 
 
 def _tensors_beside(layer: Any) -> list[tuple[str, int, torch.Tensor]]:

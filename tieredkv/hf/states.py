@@ -120,18 +120,23 @@ class StateWatch:
             past: tokens before it.
         """
         if not past and not self._touched:  # the cache was restored as a whole
-            return all(_has_state(layer) for layer in layers.values())
+            return all(has_state(layer) for layer in layers.values())
         if not layers.keys() <= {touch.layer for touch in self._touched}:
             return False
         moved = self._moved = self._told.union(*(self._moved_in(i, layer) for i, layer in layers.items()))
         classes = {(kind, number) for kind, _, number in moved}
-        held = (each for i, layer in layers.items() for each in _held(i, layer) if each.tensor is not None)
-        wanted = {each.state for each in held if (each.state[0], each.state[2]) in classes}
+        held = {each.state for i, layer in layers.items() for each in _held(i, layer) if each.tensor is not None}
         if one:
-            wanted |= self._moves_for_one
+            wanted = {state for state in held if (state[0], state[2]) in classes} | self._moves_for_one
         else:
-            wanted |= {(kind, layer, number) for how, kind, layer, number in self._touched if how == "read"}
+            wanted = held.union(
+                (touch.kind, touch.layer, touch.number) for touch in self._touched if touch.how == "read"
+            )
         return wanted <= moved
+
+    def are_elsewhere(self, layers: dict[int, Any]) -> bool:
+        """Whether no state was ever kept here: RecurrentGemma's modules keep their own."""
+        return not self._touched and not any(has_state(layer) for layer in layers.values())
 
     def end(self, layers: dict[int, Any], *, one: bool) -> None:
         """A forward came to its end."""
@@ -184,7 +189,7 @@ def _held(layer_idx: int, layer: Any) -> list[_Held]:
     ]
 
 
-def _has_state(layer: Any) -> bool:
+def has_state(layer: Any) -> bool:
     """Whether a linear layer was ever updated."""
     return any(layer.has_previous_state.values()) or any(layer.is_recurrent_states_initialized.values())
 
