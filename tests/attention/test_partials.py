@@ -18,8 +18,9 @@ from tieredkv.reference import attend
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 DIMS = st.sampled_from([8, 32, 64, 80, 128, 256])
-SLACK = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
-"""Units of last place beyond twice SDPA's error: a single small case may come out exact by chance."""
+SLACK = {torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
+"""Units of last place beyond twice SDPA's error: a single case may come out exact by chance; see test_error for
+the bound over many."""
 LSE_ERROR = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 2e-3}
 """SDPA gives no LSE to compare with. Scores of bf16 inputs are exact products, summed in fp32."""
 
