@@ -36,7 +36,7 @@ def on_gpu(seed: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterat
     if hasattr(model, "set_experts_implementation") and "Experts" in repr(model):
         model.set_experts_implementation("eager")  # the fused kernel for them is one of CUDA's own
     given = model if changes.pop("way", "blocks") == "blocks" else model.config
-    with EmulatedGpu(seed) as gpu, CudaDevice("cuda:0") as device:
+    with EmulatedGpu(seed, changes.pop("eagerness", 0.2)) as gpu, CudaDevice("cuda:0") as device:
         gpu.put_module(model)
         with small(given, changes.pop("cold", None), **{"warm": "600 tokens", "device": device, **changes}) as cache:
             yield gpu, model, cache
@@ -255,9 +255,10 @@ def test_each_wait_on_the_gpu_is_needed(
     with on_gpu(1, monkeypatch, **changes) as (gpu, model, cache):
         assert torch.equal(logits(gpu, model, cache), wanted)  # in whatever order things are done
     take_out(monkeypatch)
-    for seed in range(6):
+    for seed in range(16):
+        late = {"eagerness": 0.2 if seed % 2 else 0.0}  # by turns as late as can be, and in odd orders
         try:
-            with on_gpu(seed, monkeypatch, **changes) as (gpu, model, cache):
+            with on_gpu(seed, monkeypatch, **late, **changes) as (gpu, model, cache):
                 if not torch.equal(logits(gpu, model, cache), wanted) or cache.stats().retries:
                     return
         except (TieredKVError, RuntimeError):

@@ -71,9 +71,10 @@ def test_looking_for_what_is_nowhere_costs_one_look_at_the_disk(
     store.find(hashes(chain("b", 1)))
     looks: list[object] = []
     real = os.stat
-    monkeypatch.setattr(os, "stat", lambda path, *args, **kwargs: looks.append(path) or real(path, *args, **kwargs))
-    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} was listed"))
-    assert store.find(hashes(chain("b", 1))) == 0
+    with monkeypatch.context() as patch:  # no longer: folders are removed when a test is over
+        patch.setattr(os, "stat", lambda path, *args, **kwargs: looks.append(path) or real(path, *args, **kwargs))
+        patch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} was listed"))
+        assert store.find(hashes(chain("b", 1))) == 0
     assert len(looks) == 1
 
 
