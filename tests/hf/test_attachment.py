@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import BASE, assert_close, feed, oracle, tiny, tokens
+from support import BASE, assert_close, feed, oracle, small, tiny, tokens
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import tieredkv
@@ -245,3 +245,17 @@ def test_a_compiled_model_is_guarded_too(compiled: bool) -> None:
         assert cache.mode == "blocks"
         with pytest.raises(HandleError):
             foreign(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_compiled_model_is_served_with_sizes_of_any_kind(dynamic: bool) -> None:
+    """A compiler that takes guarded keys for an input asks what kind of tensor they are."""
+    torch._dynamo.reset()
+    model, ids = tiny(), tokens(60)
+    call: Any = torch.compile(model.forward, backend="eager", dynamic=dynamic)
+    with torch.no_grad(), small(model, None, warm="200 tokens") as cache:
+        pieces = [ids[:, :30], *ids[:, 30:50].split(1, 1), ids[:, 50:]]
+        got = torch.cat([call(piece, past_key_values=cache).logits for piece in pieces], 1)
+        assert_close(got, oracle(ids))
+        assert cache.mode == "blocks"

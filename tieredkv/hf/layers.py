@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch._guards import TracingContext
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from tieredkv.errors import TieredKVError
@@ -81,6 +82,9 @@ class NewTokens(torch.Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What says nothing of the values is allowed, and what gives back the same tensor."""
+        if TracingContext.try_get() is not None:  # a compiler asks what kind of tensor it is
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "__get__" or name in _UNSEEING:
             with torch._C.DisableTorchFunctionSubclass():
