@@ -8,7 +8,6 @@ Both caches in one run, the same weights and the same contents, interleaved roun
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
@@ -50,7 +49,7 @@ def compare_steps(tokens: int, dtype: torch.dtype, rounds: int) -> tuple[float, 
         times = harness.interleave(
             {"stock": step_of(stock_model, stock), "ours": step_of(our_model, ours)}, rounds=rounds, inner=5
         )
-        detail = {name: dataclasses.asdict(t) for name, t in times.items()}
+        detail = harness.plain(times)
         detail |= {"mode": ours.mode, "logit_error": error}
     return times["stock"].median_seconds / times["ours"].median_seconds, detail
 
@@ -126,7 +125,7 @@ def prefill(tokens: int, rounds: int) -> tuple[float, dict[str, Any]]:
             our_model(ids, cache=cache, logits_to_keep=1)
 
     times = harness.interleave({"stock": stock, "ours": ours}, rounds=rounds, warmup=1)
-    detail = {name: dataclasses.asdict(t) for name, t in times.items()}
+    detail = harness.plain(times)
     return times["ours"].median_seconds / times["stock"].median_seconds, detail
 
 
@@ -154,7 +153,7 @@ def windows(tokens: int, sizes: list[int], rounds: int) -> list[Row]:
                         f"<= {must[window]}",
                         100 * slow <= must[window],
                         {"hot_bytes": stats.hot.used_bytes, "warm_bytes": stats.warm.used_bytes, "mode": stats.mode}
-                        | {name: dataclasses.asdict(t) for name, t in times.items()},
+                        | harness.plain(times),
                     )
                 )
     return rows
@@ -191,7 +190,7 @@ def streamed(tokens: int, rounds: int, cold: bool) -> Row:
             "",
             f"<= {limit}",
             ratio <= limit,
-            {"transfer_core_seconds_a_step": alone, **{name: dataclasses.asdict(t) for name, t in times.items()}},
+            {"transfer_core_seconds_a_step": alone, **harness.plain(times)},
         )
 
 

@@ -8,7 +8,6 @@ cuda-code-on-cpu` walks the same code over tiny shapes, and tests walk it on an 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import signal
 import threading
 import traceback
@@ -104,7 +103,7 @@ def windows(bench: Bench, name: str, tokens: int) -> Iterator[Row]:
         del stock, steps
         ratio = times["stock"].median_seconds / times["hot"].median_seconds
         measure = f"{name}, {tokens} tokens, everything hot: DynamicCache + SDPA over ours"
-        yield Row(measure, ratio, "x", detail=_plain(times))
+        yield Row(measure, ratio, "x", detail=harness.plain(times))
         for window in (each for each in scale.windows if each < tokens):
             if bench.clock.left_seconds < 0:
                 raise OutOfTimeError(f"before window {window}")
@@ -125,7 +124,7 @@ def _window(bench: Bench, name: str, tokens: int, window: int, hot_step: Callabl
     hot_seconds, seconds = (times[each].median_seconds for each in ("hot", "window"))
     plan = bench.planned(name, tokens, stats.hot.budget_bytes or 0, stats.warm.budget_bytes or 0)
     detail = {
-        **_plain(times),
+        **harness.plain(times),
         "streamed_bytes_a_step": streamed,
         "planned_streamed_bytes": plan.cost.streamed_bytes,
         "stall_seconds_a_step": (stats.decode.stall_seconds - before.stall_seconds) / max(forwards, 1),
@@ -172,7 +171,7 @@ def offloaded(bench: Bench, name: str, tokens: int) -> Iterator[Row]:
         ratio = times["offloaded"].median_seconds / times[ours_name].median_seconds
         measure = f"{name}, {tokens} tokens: tokens per second over the offloaded cache{what}"
         reached = (ratio >= 3 and streamed > 0) if must else None
-        yield Row(measure, ratio, "x", must, reached, _plain(times))
+        yield Row(measure, ratio, "x", must, reached, harness.plain(times))
 
 
 def verification(bench: Bench, name: str, tokens: int) -> Iterator[Row]:
@@ -194,7 +193,7 @@ def verification(bench: Bench, name: str, tokens: int) -> Iterator[Row]:
         streamed = looked.stats().decode.streamed_bytes
     slower = 100 * (times["always"].median_seconds / times["off"].median_seconds - 1)
     measure = f"{name}, {tokens} tokens from warm: verify always over off"
-    yield Row(measure, slower, "%", "<= 5", slower <= 5 and streamed > 0, _plain(times))
+    yield Row(measure, slower, "%", "<= 5", slower <= 5 and streamed > 0, harness.plain(times))
 
 
 def longest(bench: Bench, name: str) -> Iterator[Row]:
@@ -208,10 +207,6 @@ def longest(bench: Bench, name: str) -> Iterator[Row]:
     good = stats.hot.peak_bytes <= (stats.hot.budget_bytes or 0)
     measure = f"{name}, {tokens} tokens: hot peak within budget, bytes"
     yield Row(measure, stats.hot.peak_bytes, "", f"<= {stats.hot.budget_bytes}", good, {"step_seconds": seconds})
-
-
-def _plain(times: dict[str, harness.Timing]) -> dict[str, Any]:
-    return {name: dataclasses.asdict(t) for name, t in times.items()}
 
 
 def bandwidths(bench: Bench) -> Iterator[Row]:

@@ -92,6 +92,11 @@ def timing(seconds: Sequence[float]) -> Timing:
     return Timing(statistics.median(ordered), percentile(0.9), percentile(0.99), len(ordered))
 
 
+def plain(times: Mapping[str, Timing]) -> dict[str, Any]:
+    """Timings as a row's detail has them."""
+    return {name: dataclasses.asdict(each) for name, each in times.items()}
+
+
 def difference(got: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest between two tensors of one shape, as a share of the largest exact value."""
     return float((got - exact).abs().max() / exact.abs().max())

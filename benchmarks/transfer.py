@@ -238,7 +238,7 @@ def move_cost(rounds: int) -> list[Row]:
 
 def _beyond(what: str, seconds: float, blocks: int, layers: int, times: dict[str, harness.Timing]) -> list[Row]:
     """For each piece that is copied, a block's of one layer, and for whole blocks where those move."""
-    detail = {name: dataclasses.asdict(t) for name, t in times.items()}
+    detail = harness.plain(times)
     each, whole = 1e6 * seconds / blocks / layers, 1e6 * seconds / blocks
     measure = "a move beyond its copies, for each block"
     rows = [Row(f"{measure} and layer: {what}", each, "µs", "<= 20", each <= 20, detail)]

@@ -138,7 +138,7 @@ class Tenancy:
         store, holder = self.store, self.holder
         if store is None or holder is None or holder.table.rows or self.device is not None or self.shared is not None:
             return
-        if self._settings.depends_on_rows and rows != store.budget.rows and len(store.holders) == 1:
+        if self._settings.depends_on_rows and rows != store.budget.rows and not store.is_shared:
             self.leave()
 
     def join(self, store: BlockStore, holder: Holder, kernels: FlexKernels) -> None:

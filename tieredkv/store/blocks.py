@@ -149,6 +149,11 @@ class BlockStore(MoveQueue):
         """All that have not left, oldest first: a list of its own, as another may come or leave at any moment."""
         return [holder for reference in self._holders.valuerefs() if (holder := reference()) is not None]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several holders; asked in each layer, so without a list of them."""
+        return len(self._holders) > 1
+
     def holder(self) -> Holder:
         """A new holder without rows."""
         holder = Holder(BlockTable(self.block_size, self.release), number=next(self._numbers))

@@ -93,25 +93,28 @@ def steady(
     """
     if plan.padding is not None or padding is not None:
         plan = _covering(store, holder, plan, padding)
-    if len(store.holders) == 1:
+    if not store.is_shared:
         yield plan
         return
     with store.lock:
-        if holder.plan is not None and holder.plan.number == plan.number:
-            if holder.plan.version != store.version:
-                holder.plan = plan_reads(store, holder, holder.plan)
-            plan = holder.plan
+        plan = _current(holder, plan)
+        if plan is holder.plan and plan.version != store.version:
+            plan = holder.plan = plan_reads(store, holder, plan)
         yield plan
+
+
+def _current(holder: Holder, plan: ForwardPlan) -> ForwardPlan:
+    """The plan, or the one that took its place while its forward was under way."""
+    own = holder.plan
+    return own if own is not None and own.number == plan.number else plan
 
 
 def _covering(store: BlockStore, holder: Holder, plan: ForwardPlan, padding: Sequence[int] | None) -> ForwardPlan:
     """The plan, or the one that took its place; made again if it leaves out what this attention sees."""
     with store.lock:
         known = tuple(padding) if padding is not None and any(padding) else None
-        if holder.plan is not None and holder.plan.number == plan.number:
-            plan = holder.plan
-        left_out = plan.padding
-        if left_out is None or (known is not None and all(map(operator.le, left_out, known))):
+        plan = _current(holder, plan)
+        if plan.padding is None or (known is not None and all(map(operator.le, plan.padding, known))):
             holder.padding = known
             return plan
         holder.padding = None
