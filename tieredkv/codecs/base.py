@@ -21,6 +21,8 @@ SCALE_DTYPE = torch.bfloat16
 
 E4M3_WIDENED_UNIT = 2.0**-8
 
+SMALLEST_NORMAL = 2.0**-126  # of fp32 and of bf16
+
 # Elements worked on at once on a CPU: enough to hide the dispatch of some twenty operations, while the fp32 temporary
 # (2 MiB) stays in cache. With 128 Ki elements int8 encodes at .7 of the speed, int4 at .6.
 _PIECE_ELEMENTS = 512 * 1024
@@ -128,17 +130,18 @@ def scratch(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((heads, piece_blocks(x), tokens, dim), dtype=dtype, device=x.device)
 
 
-def storable_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def storable_scale(scale: torch.Tensor, least: float = SMALLEST_NORMAL) -> tuple[torch.Tensor, torch.Tensor]:
     """Round scales to what is stored, and invert that.
 
     Args:
         scale: fp32, non-negative.
+        least: what is not above it is stored as 0; at least the smallest normal number, whose inverse is finite.
 
     Returns:
-        the scale as stored (0 for numbers that are not above the smallest normal one), and the inverse in fp32 of what
-        is stored. Products with the inverse of 0, infinity or NaN are for `finite_codes_` to settle.
+        the scale as stored, and the inverse in fp32 of what is stored. Products with the inverse of 0, infinity or NaN
+        are for `finite_codes_` to settle.
     """
-    stored = functional.threshold(scale, torch.finfo(torch.float32).tiny, 0.0).to(SCALE_DTYPE)
+    stored = functional.threshold(scale, least, 0.0).to(SCALE_DTYPE)
     return stored, stored.float().reciprocal_()
 
 

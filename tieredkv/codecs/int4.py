@@ -13,6 +13,7 @@ from tieredkv.block import LayerGeometry, Plane, Planes
 from tieredkv.codecs.base import (
     E4M3_WIDENED_UNIT,
     SCALE_DTYPE,
+    SMALLEST_NORMAL,
     Codec,
     check_block_size,
     check_same_blocks,
@@ -32,6 +33,8 @@ _HALF_RANGE = 7.5
 
 _SCALE_CODE = torch.float8_e4m3fn
 _LARGEST_SCALE_CODE, _LEAST_SCALE_CODE = 448.0, 2.0**-6
+# Below it the least scale would be subnormal, and its inverse infinite.
+_LEAST_SCALE_UNIT = SMALLEST_NORMAL / _LEAST_SCALE_CODE
 _LARGEST_CENTRE_CODE = 127.0
 
 # The dimension along which a group lies, in [kv_heads, n, token groups, group, dim] and [.., tokens, groups, group].
@@ -64,8 +67,8 @@ class Int4Codec(Codec):
 
     Error, with `scale` that of the group: `|x - x'| <= scale * (1/2 + 2^-12) + 2^-21 * largest magnitude of the group`,
     and one rounding to output dtypes other than fp32. The scale is at most 17/240 of (the group's range + 1.04 units
-    of its centre), or, where that is more, 2^-6 units. Where all scales of a head's block are below 448 * 2^-126, `x'`
-    is the centre.
+    of its centre), or, where that is more, 2^-6 units. Where all scales of a head's block are below 448 * 2^-120, `x'`
+    is the centre. Centres that are all below 127 * 2^-126 are stored as 0: take 2^-118 for their unit here.
 
     One NaN or infinity makes all of its head's block NaN.
     """
@@ -162,7 +165,7 @@ def _choose(groups: torch.Tensor, half: _Half, piece: slice, room: torch.Tensor)
     half.centre_unit[:, piece], half.centre[:, piece] = unit, codes.to(torch.int8)
 
     scale = torch.maximum(high - centre, centre - low) / _HALF_RANGE
-    unit, inverse = storable_scale(scale.amax(_BLOCK_SPAN, keepdim=True) / _LARGEST_SCALE_CODE)
+    unit, inverse = storable_scale(scale.amax(_BLOCK_SPAN, keepdim=True) / _LARGEST_SCALE_CODE, _LEAST_SCALE_UNIT)
     # Rounding to an e4m3 that is not subnormal shrinks a scale by 1/17 at most: the ends of the range still round to
     # the last codes, and nothing has to be clamped.
     codes = finite_codes_(scale * inverse).clamp_(_LEAST_SCALE_CODE, _LARGEST_SCALE_CODE).to(_SCALE_CODE)
