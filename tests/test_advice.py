@@ -12,8 +12,8 @@ import pytest
 import torch
 from support import feed, small, store_of, tiny, tokens
 
-import tieredkv
 from tieredkv.advice import Finding, explain
+from tieredkv.counters import Counters
 from tieredkv.device import SimulatedAccelerator
 from tieredkv.stats import CacheStats, MoveStats, PhaseStats, TierStats
 
@@ -80,7 +80,9 @@ def test_a_quiet_run_is_limited_by_nothing() -> None:
         ("stall", "limit", 0.4, {"decode": decode(stall_seconds=4.04, transfer_seconds=8.0)}),
         ("transfer", "limit", 0.8, {"decode": decode(stall_seconds=0.1, transfer_seconds=8.08)}),
         ("stall", "limit", 0.5, {"prefill": decode(stall_seconds=5.05)}),
-        ("room", "limit", 0.75, {"decode": decode(written_bytes=100), "moved_bytes": {"room": 70, "watermark": 5}}),
+        ("room", "limit", 0.75, {"decode": decode(written_bytes=100), "moved_bytes": {"room": 75, "window": 25}}),
+        ("moves", "limit", 0.4, {"decode": decode(move_wait_seconds=4.04)}),
+        ("promotable", "limit", 3, {"decode": decode(streamed_bytes=1000), "promotable_blocks": 3}),
         ("pageable", "limit", 2, {"pin_failures": ("pinning failed: no memory", "again")}),
         ("bandwidth", "limit", 20e6, {"link_bytes_per_second": {"hot": 25e6}}),
         ("link", "note", 0.5, {"link_bytes_per_second": {"warm_to_hot": 2e9}}),
@@ -194,7 +196,7 @@ def test_gathering_is_told_with_its_reason(cold_dir: Path) -> None:
 
 
 def test_time_between_turns_is_not_a_step() -> None:
-    counters = tieredkv.stats.Counters(log_moves=False)
+    counters = Counters(log_moves=False)
     for new in (30, 1, 1, 30, 1):
         counters.begin_forward(new, rows=1)
     prefill, decode_ = counters.phases()

@@ -13,9 +13,10 @@ from support import at_rest, feed, small, tiny, tokens
 
 import tieredkv
 from tieredkv.block import Block
+from tieredkv.counters import Counters
 from tieredkv.errors import ClosedError, ConfigError
 from tieredkv.events import trace_events, write_events, write_trace
-from tieredkv.stats import Counters, MoveRecord
+from tieredkv.stats import MoveRecord
 
 LOGGED = tieredkv.CacheSettings(log_moves=True)
 

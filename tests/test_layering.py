@@ -12,11 +12,11 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tieredkv"
 
 LAYERS = """
-    errors config stats compiler files
+    errors config stats counters compiler files
     block checksum_native checksum codecs sizing device
     tiers eviction durable loadtest block_table
     plan placement
-    verified transfer prefetcher
+    verified inflight transfer prefetcher
     fingerprint prefix
     store
     reference attention

@@ -12,8 +12,9 @@ from support import DIM, at_rest, feed, generate, small, tiny, tokens
 
 import tieredkv
 from tieredkv.block import Block
+from tieredkv.counters import Counters
 from tieredkv.device import SimulatedAccelerator
-from tieredkv.stats import Counters, MoveStats
+from tieredkv.stats import MoveStats
 
 BLOCK, LAYERS = 16, 2
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * DIM * 4  # tokens, layers, K and V, heads, dim, fp32

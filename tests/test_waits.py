@@ -186,7 +186,7 @@ REDUNDANT = {
 """Places that no access needs: why they are there."""
 
 MODULES = (
-    *("transfer", "prefetcher", "verified"),
+    *("inflight", "transfer", "prefetcher", "verified"),
     *sorted(f"store/{path.stem}" for path in (Path(tieredkv.__file__).parent / "store").glob("*.py")),
 )
 

@@ -24,9 +24,11 @@ Kind = Literal[
     "graphs",
     "link",
     "lossy",
+    "moves",
     "native",
     "nothing",
     "pageable",
+    "promotable",
     "room",
     "stall",
     "transfer",
@@ -143,6 +145,24 @@ def _time(stats: CacheStats) -> Iterator[Finding]:
             yield dataclasses.replace(found, change=_less_streaming(stats))
 
 
+def _moves(stats: CacheStats) -> Iterator[Finding]:
+    for name, phase in (("decode", stats.decode), ("prefill", stats.prefill)):
+        if phase.timed_forwards >= LEAST_FORWARDS and phase.move_wait_share > LARGE_SHARE:
+            text = (
+                f"Forwards of {name} waited {phase.move_wait_share:.0%} of their time for whole blocks to move: for"
+                " room in hot, or until a prompt's blocks were stored below."
+            )
+            change = f"a larger hot= (now {format_bytes(stats.hot.budget_bytes or 0)}), a lower write_down_at=, or a"
+            yield Finding("moves", "limit", phase.move_wait_share, "share", text, change + " larger warm= before cold=")
+
+
+def _promotable(stats: CacheStats) -> Iterator[Finding]:
+    if stats.promotable_blocks and stats.decode.timed_forwards >= LEAST_FORWARDS and stats.decode.streamed_bytes:
+        text = f"Each step copies up {stats.promotable_blocks} blocks for which hot has room."
+        change = "cache.promote(), or promote(wait=False) as soon as it is known that a sequence goes on"
+        yield Finding("promotable", "limit", stats.promotable_blocks, "blocks", text, change)
+
+
 def _streamed(phase: PhaseStats) -> str:
     return f" ({format_bytes(int(phase.streamed_bytes_per_token))} for each new token)."
 
@@ -157,7 +177,7 @@ def _less_streaming(stats: CacheStats) -> str:
 
 def _room(stats: CacheStats) -> Iterator[Finding]:
     down = stats.prefill.written_bytes + stats.decode.written_bytes
-    waited = sum(stats.moved_bytes.get(reason, 0) for reason in ("room", "watermark"))
+    waited = stats.moved_bytes.get("room", 0)
     if down and waited / down > ROOM_SHARE:
         text = (
             f"{waited / down:.0%} of the bytes written down ({format_bytes(waited)}) left hot only when a forward"
@@ -263,6 +283,8 @@ _LOOKS: tuple[Callable[[CacheStats], Iterator[Finding]], ...] = (
     _failures,
     _gather,
     _time,
+    _moves,
+    _promotable,
     _room,
     _pageable,
     _native,

@@ -197,12 +197,22 @@ class TieredCache(Resumable):
             return 0
         return requests.demote(self._place.store, self._place.holder, tier)
 
-    def promote(self) -> int:
-        """Bring blocks back to hot, most recent first, as far as the watermark allows; returns how many came."""
+    def promote(self, *, wait: bool = True) -> int:
+        """Bring blocks back to hot, most recent first, as far as the watermark allows, and others from disk to memory.
+
+        For a sequence that is about to be resumed: with `wait=False` the copies are made in the background, and the
+        next forward waits for what is still missing.
+
+        Returns:
+            how many blocks come to hot.
+
+        Raises:
+            ChecksumError, ColdTierError: with `wait`, a block cannot be had.
+        """
         self._end_forward()
         if self._place.store is None or self._place.holder is None:
             return 0
-        return requests.promote(self._place.store, self._place.holder)
+        return requests.promote(self._place.store, self._place.holder, wait=wait)
 
     def set_priority(self, priority: int) -> None:
         """Blocks of caches with a low priority leave hot first (default 0); matters where caches share a store."""

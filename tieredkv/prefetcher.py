@@ -9,7 +9,7 @@ On a device whose copies are not aside, as on a CPU, nothing is read ahead: a ch
 A buffer is overwritten only after the attention that read it (an event of the compute stream), and read only after its
 load is done (an event of the `up` stream).
 
-Imports: stats, block, device, tiers, plan, transfer.
+Imports: counters, block, device, tiers, plan, inflight, transfer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tieredkv.block import Block, LayerGeometry, Planes
+from tieredkv.counters import Counters
 from tieredkv.device import Device, Event
+from tieredkv.inflight import read_regions
 from tieredkv.plan import Chunk
-from tieredkv.stats import Counters
 from tieredkv.tiers import Empty
-from tieredkv.transfer import Mover, read_regions
+from tieredkv.transfer import Mover
 
 logger = logging.getLogger("tieredkv")
 

@@ -12,7 +12,7 @@ from tieredkv.block import TIERS
 from tieredkv.block_table import TableEntry
 from tieredkv.config import CacheSettings
 from tieredkv.stats import NO_TIER, CacheStats, Mode, PhaseStats, TierStats
-from tieredkv.store import BlockStore, Holder
+from tieredkv.store import BlockStore, Holder, requests
 from tieredkv.tiers import ColdTier
 
 
@@ -91,6 +91,9 @@ def stats(parts: Parts) -> CacheStats:
         waiting_moves=0 if store is None else len(store.waiting),
         sinks=parts.settings.sinks,
         beyond=parts.settings.beyond,
+        promotable_blocks=0 if store is None or holder is None else requests.promotable(store, holder),
+        held_bytes=0 if store is None else store.mover.held_bytes,
+        peak_held_bytes=0 if store is None else store.mover.peak_held_bytes,
         dropped_blocks=0 if holder is None else sum(block.gone for row in holder.table for block in row),
     )
 
@@ -101,7 +104,7 @@ def _native_failures(parts: Parts) -> tuple[str, ...]:
         return ()
     cold = store.tiers.get("cold")
     reads = cold.native_reason if isinstance(cold, ColdTier) else None
-    return tuple(filter(None, (parts.native_attention, store.mover.checksummer.native_reason, reads)))
+    return tuple(filter(None, (parts.native_attention, *store.mover.native_reasons, reads)))
 
 
 def _unused_bytes(store: BlockStore, holder: Holder) -> int:

@@ -1,4 +1,4 @@
-"""What a cache has done: counters that the parts add to, and the frozen records that `cache.stats()` gives.
+"""What a cache has done, as `cache.stats()` gives it: frozen records, and how they are saved and read back.
 
 Imports: config.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 from tieredkv.config import TIERS, Beyond
 
@@ -78,6 +76,8 @@ class PhaseStats:
         step_seconds: time from the begin of a forward to the begin of the next one, over `timed_forwards`.
         timed_forwards: forwards whose time is known: all but the last, and the last before a new prompt.
         attended_blocks: layer pieces of blocks that attention read.
+        move_wait_seconds: time forwards waited for whole blocks: for room that others had to leave, for blocks of a
+            long prompt that go straight down, and for blocks that were to come up before they begin.
     """
 
     forwards: int = 0
@@ -89,6 +89,7 @@ class PhaseStats:
     step_seconds: float = 0.0
     timed_forwards: int = 0
     attended_blocks: int = 0
+    move_wait_seconds: float = 0.0
 
     @property
     def seconds_per_forward(self) -> float:
@@ -104,6 +105,11 @@ class PhaseStats:
     def transfer_share(self) -> float:
         """Time that blocks were on their way up, as a share of the forwards' time; above 1 it cannot be hidden."""
         return self._share(self.transfer_seconds)
+
+    @property
+    def move_wait_share(self) -> float:
+        """Share of a forward's time that it waited for whole blocks to move; 0 while no time is known."""
+        return self._share(self.move_wait_seconds)
 
     @property
     def written_bytes_per_token(self) -> float:
@@ -161,6 +167,9 @@ class CacheStats:
         beyond: what happens to blocks that leave the window: "demote", or "drop", which is lossy.
         dropped_blocks: blocks of the table that were freed because of `beyond="drop"`.
         packed: blocks in device memory as `hot_codec` stores them; its budget is a part of `hot=`, beside that of hot.
+        promotable_blocks: blocks that each step copies up although hot has room for them: see `cache.promote()`.
+        held_bytes, peak_held_bytes: new K and V of a long prompt that copies on their way down keep alive, now and at
+            most so far; device memory beside the hot budget, bounded by `transfer.MAX_HELD_BYTES`.
     """
 
     mode: Mode
@@ -202,6 +211,9 @@ class CacheStats:
     dropped_blocks: int = 0
     packed: TierStats = NO_TIER
     native_failures: tuple[str, ...] = ()
+    promotable_blocks: int = 0
+    held_bytes: int = 0
+    peak_held_bytes: int = 0
 
     @property
     def lossless(self) -> bool:
@@ -239,15 +251,16 @@ class CacheStats:
             KeyError, TypeError: it is not such a record.
         """
         records: dict[str, Any] = {
-            **{name: _record(TierStats, saved[name]) for name in TIERS if name in saved},
-            **{name: _record(PhaseStats, saved[name]) for name in ("prefill", "decode")},
-            "moves": {name: _record(MoveStats, move) for name, move in saved["moves"].items()},
+            **{name: record_from(TierStats, saved[name]) for name in TIERS if name in saved},
+            **{name: record_from(PhaseStats, saved[name]) for name in ("prefill", "decode")},
+            "moves": {name: record_from(MoveStats, move) for name, move in saved["moves"].items()},
             **{name: tuple(saved.get(name, ())) for name in ("pin_failures", "native_failures")},
         }
-        return _record(cls, {**saved, **records})
+        return record_from(cls, {**saved, **records})
 
 
-def _record(kind: type[T], saved: Mapping[str, Any]) -> T:
+def record_from(kind: type[T], saved: Mapping[str, Any]) -> T:
+    """A record of what it knows among what was saved."""
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in saved.items() if name in known})
 
@@ -274,126 +287,3 @@ class MoveRecord:
     reason: str
     layer: int | None = None
     start_seconds: float = 0.0
-
-
-class Numbered(Protocol):
-    """What a move is recorded by: a block of the store."""
-
-    id: int
-
-
-class Counters:
-    """Where the parts of a store count; safe to use from worker threads."""
-
-    def __init__(self, log_moves: bool) -> None:
-        self._lock = threading.Lock()
-        self._opened = time.perf_counter()
-        self._began = self._opened
-        self._moves: dict[str, list[float]] = {}  # bytes, blocks, seconds
-        self._reasons: dict[str, int] = {}
-        self._phases: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
-        self._phase = "prefill"
-        self._hits_before = 0
-        self.hits = dict.fromkeys(TIERS, 0)
-        self.verified_blocks = 0
-        self.checksum_failures = 0
-        self.retries = 0
-        self.tier_failures = 0
-        self.link_bytes_per_second: dict[str, float] = {}
-        self.log: list[MoveRecord] | None = [] if log_moves else None
-
-    def begin_forward(self, new_tokens: int, rows: int) -> None:
-        """Open a forward, whose reads were planned; what is counted until the next one belongs to its phase."""
-        now, phase = time.perf_counter(), "prefill" if new_tokens > 1 else "decode"
-        hits = sum(self.hits.values())
-        with self._lock:
-            if self._phases[self._phase] and (self._phase, phase) != ("decode", "prefill"):
-                # Before a new prompt the time also holds what the caller did in between.
-                self._grow("step_seconds", now - self._began)
-                self._grow("timed_forwards", 1)
-            self._began, self._phase = now, phase
-            self._grow("forwards", 1)
-            self._grow("tokens", new_tokens * rows)
-            self._grow("attended_blocks", hits - self._hits_before)
-            self._hits_before = hits
-
-    def moved(
-        self,
-        source: str,
-        target: str,
-        blocks: Sequence[Numbered],
-        *,
-        total_bytes: int,
-        seconds: float,
-        reason: str,
-        layer: int | None = None,
-        count: float | None = None,
-        started: float | None = None,
-    ) -> None:
-        """Count a copy of some blocks, when it is done.
-
-        Args:
-            source, target: tiers.
-            blocks: what moved; it took place side by side, and each is recorded with its share of the time.
-            total_bytes: of all of them.
-            seconds: of all of them.
-            reason: see `MoveRecord`.
-            layer: the layer, when only one moved.
-            count: the number of blocks when only some layers of them moved, a fraction.
-            started: `time.perf_counter()` at the start; by default the copy ends now.
-        """
-        with self._lock:
-            flow = self._moves.setdefault(f"{source}_to_{target}", [0, 0, 0.0])
-            flow[0] += total_bytes
-            flow[1] += len(blocks) if count is None else count
-            flow[2] += seconds
-            self._reasons[reason] = self._reasons.get(reason, 0) + total_bytes
-            if target != "hot":
-                self._grow("written_bytes", total_bytes)
-            elif reason == "stream":
-                self._grow("transfer_seconds", seconds)
-                self._grow("streamed_bytes", total_bytes)
-            if self.log is not None and blocks:
-                first = (time.perf_counter() - seconds if started is None else started) - self._opened
-                size, each = total_bytes // len(blocks), seconds / len(blocks)
-                self.log += [
-                    MoveRecord(block.id, source, target, size, each, reason, layer, first + index * each)
-                    for index, block in enumerate(blocks)
-                ]
-
-    def verified(self, blocks: int) -> None:
-        """Count comparisons of checksums that held."""
-        with self._lock:
-            self.verified_blocks += blocks
-
-    def failed(self, *, checksum: int = 0, retries: int = 0, tier: int = 0) -> None:
-        """Count what went wrong and was noticed."""
-        with self._lock:
-            self.checksum_failures += checksum
-            self.retries += retries
-            self.tier_failures += tier
-
-    def stalled(self, seconds: float) -> None:
-        """Count time a forward waited."""
-        with self._lock:
-            self._grow("stall_seconds", seconds)
-
-    def phases(self) -> tuple[PhaseStats, PhaseStats]:
-        """(prefill, decode) so far."""
-        with self._lock:
-            prefill, decode = (_record(PhaseStats, self._phases[name]) for name in ("prefill", "decode"))
-            return prefill, decode
-
-    def moves(self) -> dict[str, MoveStats]:
-        """Traffic per direction so far."""
-        with self._lock:
-            return {name: MoveStats(int(flow[0]), flow[1], flow[2]) for name, flow in self._moves.items()}
-
-    def moved_bytes(self) -> dict[str, int]:
-        """Bytes moved so far, by reason."""
-        with self._lock:
-            return dict(self._reasons)
-
-    def _grow(self, name: str, amount: float) -> None:
-        phase = self._phases[self._phase]
-        phase[name] = phase.get(name, 0) + amount

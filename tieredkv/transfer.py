@@ -4,53 +4,38 @@ What runs where: demotions and the write-through of a long prefill run on the de
 device run wherever `fetch` is called: on the device's `up` stream, and on a CPU on the thread that attends the chunk.
 A copy holds its source tensors until its event is done. Nothing here decides what moves; the store does.
 
-Imports: errors, config, stats, block, checksum, codecs, device, tiers, plan, verified.
+Imports: errors, config, counters, block, checksum, codecs, device, tiers, plan, verified, inflight.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from tieredkv.block import LOWER, Block, LayerGeometry, Planes
+from tieredkv.block import Block, LayerGeometry, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.codecs import Codec
 from tieredkv.config import Verify
-from tieredkv.device import Device, Event, Region, Took
+from tieredkv.counters import Counters
+from tieredkv.device import Device, Event, Took
 from tieredkv.errors import ChecksumError
+from tieredkv.inflight import Arrival, Move, Part, by_tier, read_regions
 from tieredkv.plan import ThroughWrite
-from tieredkv.stats import Counters
-from tieredkv.tiers import HotTier, Tier
-from tieredkv.verified import Check, VerifiedReads, slot_of
+from tieredkv.tiers import HotTier, NativeMoves, Tier
+from tieredkv.verified import VerifiedReads, slot_of
 
 MAX_HELD_BYTES = 256 * 2**20
 """Most bytes of new K/V that copies on their way down may keep alive before the forward waits for the oldest."""
 
-
-@dataclasses.dataclass(eq=False)
-class Move:
-    """A demotion on its way: blocks that stay readable at their source until it is applied by the store.
-
-    Args:
-        blocks: what moves.
-        source: where it was.
-        target: one of the tiers below it.
-        slots: the target's slot for each block.
-        event: done when every layer has arrived and was verified.
-        reason: for the log.
-    """
-
-    blocks: tuple[Block, ...]
-    source: str
-    target: str
-    slots: tuple[int, ...]
-    event: Event
-    reason: str
+PROMOTED_BYTES = 8 * 2**20
+"""Most bytes of one copy up to hot: what a forward waits for goes before the next of them."""
+AT_ONCE, AHEAD_OF_NEED = 1, -1
+"""Priorities on a stream, beside 0: copies for which a forward waits, and copies up for one that is still to come."""
 
 
 class Mover:
@@ -80,6 +65,7 @@ class Mover:
         self._layers, self._block_size, self._verify = layers, block_size, verify
         self._counters = counters
         self.checksummer = Checksummer()
+        self._native_moves = NativeMoves(self.checksummer)
         self.planes = [codec.planes(layer, block_size) for layer in layers]
         self.row_bytes = [sum(plane.block_bytes for plane in planes) for planes in self.planes]
         self._reads = VerifiedReads(tiers, self.checksummer, self.row_bytes, verify, counters)
@@ -87,12 +73,19 @@ class Mover:
         self._held_bytes = 0
         self.peak_held_bytes = 0
 
+    @property
+    def native_reasons(self) -> list[str]:
+        """Why checksums, or copies down in memory, are not served by C++ on this machine."""
+        return [reason for reason in (self.checksummer.native_reason, self._native_moves.native_reason) if reason]
+
     # ---- down
 
-    def demote(self, blocks: Sequence[Block], source: str, target: str, slots: Sequence[int], reason: str) -> Move:
-        """Copy sealed blocks to a lower tier, all layers, in the background; not when all of them are freed meanwhile.
+    def demote(
+        self, blocks: Sequence[Block], source: str, target: str, slots: Sequence[int], reason: str, priority: int = 0
+    ) -> Move:
+        """Copy sealed blocks to a tier below hot, all layers, in the background; not when all are freed meanwhile.
 
-        The blocks' slots at `source` may be read meanwhile, and must not be written or freed before the event is done.
+        The blocks' slots at `source` may be read meanwhile, and must not be written or freed before the move is done.
         """
         blocks = tuple(blocks)
         source_slots = [slot_of(block, source) for block in blocks]
@@ -100,11 +93,14 @@ class Mover:
 
         def work() -> None:
             started = time.perf_counter()
-            for layer in range(len(self._layers)):
-                if not any(block.refs for block in blocks):
-                    return
-                planes = self._source_planes(layer, source, source_slots, blocks)
-                self._store(layer, blocks, target, slots, planes, born=not encoded)
+            if not any(block.refs for block in blocks):
+                return
+            if not self._moved_at_once(blocks, source, source_slots, target, slots):
+                for layer in range(len(self._layers)):
+                    if not any(block.refs for block in blocks):
+                        return
+                    planes = self._source_planes(layer, source, source_slots, blocks)
+                    self._store(layer, blocks, target, slots, planes, born=not encoded)
             self._counters.moved(
                 source,
                 target,
@@ -120,10 +116,11 @@ class Mover:
             reads=[(source, slot) for slot in source_slots],
             writes=[(target, slot) for slot in slots],
             after=[self._device.record()],
+            priority=priority,
             nbytes=sum(self.row_bytes) * len(blocks),
             name=f"demote {source}->{target}",
         )
-        return Move(blocks, source, target, tuple(slots), event, reason)
+        return Move(blocks, source, target, tuple(slots), (event,), reason)
 
     def write_through(self, write: ThroughWrite, layer: int, k: torch.Tensor, v: torch.Tensor) -> Event:
         """Write one layer of new blocks straight to a lower tier, in the background.
@@ -177,18 +174,37 @@ class Mover:
         while self._held and (self._held[0][0].done() or self._held_bytes > MAX_HELD_BYTES):
             oldest, freed_bytes = self._held.popleft()
             self._held_bytes -= freed_bytes
-            oldest.join()  # a failure belongs to the forward that wrote, and is raised when that one is committed
+            with contextlib.nullcontext() if oldest.done() else self._counters.waiting():
+                oldest.join()  # a failure belongs to the forward that wrote, and is raised when that one is committed
 
-    def _source_planes(self, layer: int, source: str, slots: list[int], blocks: tuple[Block, ...]) -> Planes:
+    def _moved_at_once(
+        self, blocks: Sequence[Block], source: str, source_slots: Sequence[int], target: str, slots: Sequence[int]
+    ) -> bool:
+        """Copy new blocks as they are from hot to other memory, all layers in one call, where a CPU addresses both."""
+        if source != "hot" or not self._codec.lossless:
+            return False
+        tier, verifies = self._tiers[target], self._verify != "off"
+        sums = self._native_moves.move(self._tiers["hot"], source_slots, tier, slots, summed=verifies)
+        if sums is None or not verifies:
+            return sums is not None
+        for index, block in enumerate(blocks):
+            block.checksums[:] = sums.read[index :: len(blocks)]
+        if sums.read == sums.lying:
+            self._counters.verified(len(sums.lying))
+            return True
+        for layer in range(len(self._layers)):
+            lying = sums.lying[layer * len(blocks) : (layer + 1) * len(blocks)]
+            if self._reads.compare(layer, blocks, target, (), lying):
+                self._write_again(layer, blocks, tier, slots, self._source_planes(layer, source, source_slots, blocks))
+        return True
+
+    def _source_planes(self, layer: int, source: str, slots: Sequence[int], blocks: Sequence[Block]) -> Planes:
         if source == "hot":
-            hot = self._tiers["hot"]
-            if not isinstance(hot, HotTier):
-                raise TypeError(type(hot))
-            k_pool, v_pool = hot.planes[layer]
-            if len(parts := hot.runs(slots)) == 1:  # neighbours are read where they are
+            k_pool, v_pool = self._hot.planes[layer]
+            if len(parts := self._hot.runs(slots)) == 1:  # neighbours are read where they are
                 _, start, count = parts[0]
                 return self._codec.encode(k_pool[:, start : start + count], v_pool[:, start : start + count])
-            index = torch.tensor(slots, device=k_pool.device)
+            index = torch.tensor(list(slots), device=k_pool.device)
             return self._codec.encode(k_pool.index_select(1, index), v_pool.index_select(1, index))
         tier = self._tiers[source]
         device = tier.planes[layer][0].device if isinstance(tier, HotTier) else "cpu"
@@ -208,12 +224,16 @@ class Mover:
             for block, value in zip(blocks, self.checksummer.checksum(planes).tolist(), strict=True):
                 block.checksums[layer] = value
         tier.write(layer, slots, planes)
-        wrong = self._wrong_on_arrival(layer, blocks, tier, slots)
-        if wrong:
-            self._counters.failed(retries=1)
-            tier.write(layer, slots, planes)
-            wrong = self._wrong_on_arrival(layer, blocks, tier, slots)
-        if wrong:
+        if self._wrong_on_arrival(layer, blocks, tier, slots):
+            self._write_again(layer, blocks, tier, slots, planes)
+
+    def _write_again(
+        self, layer: int, blocks: Sequence[Block], tier: Tier, slots: Sequence[int], planes: Planes
+    ) -> None:
+        """Write blocks again that came to lie in a tier as other bytes than were sent; raise if they do again."""
+        self._counters.failed(retries=1)
+        tier.write(layer, slots, planes)
+        if wrong := self._wrong_on_arrival(layer, blocks, tier, slots):
             raise wrong[0]
 
     def _wrong_on_arrival(
@@ -233,6 +253,63 @@ class Mover:
         return wrong
 
     # ---- up
+
+    def promote(self, blocks: Sequence[Block], slots: Sequence[int], reason: str, priority: int) -> Move:
+        """Copy stored blocks up into hot slots, all layers, in the background.
+
+        The slots must not be read before the move is done, nor the blocks' copies below be freed.
+        """
+        pools = list(self._hot.planes)
+        # Afterwards: of pools that are new, computing may have used the memory before.
+        events, before = list[Event](), self._device.record()
+        for layer, row_bytes in enumerate(self.row_bytes):
+            # What comes encoded passes through a scratch outside of every budget: a block of one layer, one at a time.
+            most = max(PROMOTED_BYTES // row_bytes, 1) if self._codec.lossless else 1
+            for at, start, length in self._hot.runs(slots):
+                for first in range(0, length, most):
+                    count = min(most, length - first)
+                    places = slice(start + first, start + first + count)
+                    k_out, v_out = (pool[:, places] for pool in pools[layer])
+                    event = self._promote_layer(
+                        layer,
+                        blocks[at + first : at + first + count],
+                        k_out,
+                        v_out,
+                        reason,
+                        writes=[("hot", slot, layer) for slot in range(places.start, places.stop)],
+                        after=[before, *(() if self._codec.lossless else events[-1:])],
+                        priority=priority,
+                    )
+                    events.append(event)
+        return Move(tuple(blocks), "below", "hot", tuple(slots), tuple(events), reason)
+
+    def _promote_layer(
+        self, layer: int, blocks: Sequence[Block], k_out: torch.Tensor, v_out: torch.Tensor, reason: str, **order: Any
+    ) -> Event:
+        """Copy one layer of blocks up into `k_out` and `v_out`, as `fetch` takes them."""
+
+        def load() -> Arrival:
+            scratch = None
+            if not self._codec.lossless:
+                scratch = tuple(plane.empty(len(blocks), k_out.device) for plane in self.planes[layer])
+            return self.fetch(layer, blocks, k_out, v_out, scratch, reason=reason)
+
+        return self._device.up.submit(
+            load,
+            finish=self.arrived,
+            reads=read_regions(blocks),
+            nbytes=self.row_bytes[layer] * len(blocks),
+            garbage=[k_out, v_out],
+            name="promote",
+            **order,
+        )
+
+    @property
+    def _hot(self) -> HotTier:
+        hot = self._tiers["hot"]
+        if not isinstance(hot, HotTier):
+            raise TypeError(type(hot))
+        return hot
 
     def fetch(
         self,
@@ -263,13 +340,13 @@ class Mover:
             ColdTierError: a block cannot be read from any tier that has it.
         """
         planes, parts = scratch or (k_out, v_out), []
-        for first, count, tier in _by_tier(blocks):
+        for first, count, tier in by_tier(blocks):
             started = time.perf_counter()
             some, where = blocks[first : first + count], slice(first, first + count)
             own = tuple(plane[:, where] for plane in planes)
             check = self._reads.read(layer, some, tier, own, non_blocking=True)
             asking_seconds = time.perf_counter() - started
-            parts.append(_Part(some, where, tier, own, check, asking_seconds))
+            parts.append(Part(some, where, tier, own, check, asking_seconds))
         return Arrival(layer, tuple(parts), k_out, v_out, scratch is not None, reason)
 
     def arrived(self, arrival: Arrival, took: Took) -> None:
@@ -311,74 +388,3 @@ class Mover:
     def forget(self, block: Block) -> None:
         """A block was freed: drop what was remembered about it."""
         self._reads.forget(block)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Some blocks of one tier on their way up.
-
-    Args:
-        blocks: the blocks.
-        where: their places among the blocks of the fetch.
-        tier: where they are read.
-        planes: where they arrive, as stored.
-        check: compares them once they are there.
-        asking_seconds: what asking for them took the host: all of the reading, but where copies are asynchronous.
-    """
-
-    blocks: Sequence[Block]
-    where: slice
-    tier: str
-    planes: Planes
-    check: Check
-    asking_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrival:
-    """One layer of blocks on their way up.
-
-    Args:
-        layer: tiered layer.
-        parts: neighbouring blocks that come from one tier.
-        k_out, v_out: where they are wanted.
-        decodes: whether they come encoded.
-        reason: why they come, for the log.
-    """
-
-    layer: int
-    parts: tuple[_Part, ...]
-    k_out: torch.Tensor
-    v_out: torch.Tensor
-    decodes: bool
-    reason: str
-
-    def split(self, seconds: float) -> list[float]:
-        """Each part's share of the time: what it took the host, and by blocks what the host did not wait for."""
-        late_seconds = max(seconds - sum(part.asking_seconds for part in self.parts), 0.0)
-        late = [len(part.blocks) * (part.tier != "cold") for part in self.parts]  # a file is read while it is asked for
-        whole = sum(late) or 1
-        return [part.asking_seconds + late_seconds * its / whole for part, its in zip(self.parts, late, strict=True)]
-
-
-def read_regions(blocks: Sequence[Block]) -> list[Region]:
-    """The regions that `fetch` of these blocks may read."""
-    return [(tier, slot) for block in blocks for tier in LOWER if (slot := getattr(block, tier)) is not None]
-
-
-def read_from(block: Block) -> str:
-    """The tier from which a block that is not hot is read: the fastest that stores it."""
-    for tier in LOWER:
-        if getattr(block, tier) is not None:
-            return tier
-    return LOWER[-1]
-
-
-def _by_tier(blocks: Sequence[Block]) -> list[tuple[int, int, str]]:
-    """Neighbouring blocks that are read from the same tier, as (first, count, tier)."""
-    groups, first = list[tuple[int, int, str]](), 0
-    for tier, some in itertools.groupby(map(read_from, blocks)):
-        count = len(list(some))
-        groups.append((first, count, tier))
-        first += count
-    return groups

@@ -3,7 +3,7 @@
 What differs is read once more, then from the other tiers that have it. What goes wrong and is put right is counted, and
 told once for each tier; what cannot be put right is an error that names block, layer and tier.
 
-Imports: errors, block, checksum, config, stats, tiers.
+Imports: errors, block, checksum, config, counters, tiers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tieredkv.block import LOWER, Block, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.config import Verify
+from tieredkv.counters import Counters
 from tieredkv.errors import ChecksumError, ColdTierError
-from tieredkv.stats import Counters
 from tieredkv.tiers import Tier
 
 logger = logging.getLogger("tieredkv")

@@ -16,7 +16,7 @@ from support import assert_close, assert_generated, audit_store, feed, generate,
 import tieredkv
 from tieredkv.device import SimulatedAccelerator
 from tieredkv.errors import BudgetError, ClosedError, ConfigError, MismatchError
-from tieredkv.store import BlockStore
+from tieredkv.store import BlockStore, requests
 
 SIZES: dict[str, Any] = {"hot": "512 tokens", "warm": "512 tokens", "block_size": 16, "window": 16}
 
@@ -450,3 +450,26 @@ def test_what_no_store_can_serve_is_refused_when_it_is_made(changes: dict[str, A
     with pytest.raises(ConfigError, match=words):
         make(model, **changes)
     assert model.config._attn_implementation == "sdpa", "the model is as it was"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("kind", ["cpu", "simulated"])
+def test_a_prefix_below_hot_comes_up_before_its_first_forward(in_place: bool, kind: str) -> None:
+    """What each step would copy does; what is attended where it lies stays there."""
+    model, ids = tiny(), tokens(200)
+    device = SimulatedAccelerator(seed=3, max_delay_seconds=0.002) if kind == "simulated" else None
+    settings = tieredkv.CacheSettings(read_in_place=in_place)
+    with make(model, settings=settings, device=device) as store:
+        prefill(store, model, ids)
+        kept = store._shared.kept
+        assert kept is not None and store._shared.store is not None
+        assert requests.demote(store._shared.store, kept.holder, "warm") == 12
+        with store.cache(ids) as cache:
+            got = feed(model, ids[:, 192:], cache, [1] * 7)
+            assert_close(got, oracle(ids)[:, 192:])
+            stays = in_place and kind == "cpu"
+            moves = cache.stats().moves
+            assert ("warm_to_hot" in moves) == (not stays)
+            assert cache.stats().decode.streamed_bytes == 0
+            assert (sum(block.hot is not None for block in cache.parts().holder.table.rows[0]) == 13) == (not stays)
+            audit_store(store_of(cache))

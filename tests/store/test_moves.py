@@ -16,9 +16,9 @@ from support import audit_store
 from tieredkv.block import Block, LayerGeometry
 from tieredkv.config import CacheSettings
 from tieredkv.device import CpuDevice, Event
+from tieredkv.inflight import Move
 from tieredkv.plan import ForwardPlan
 from tieredkv.store import BlockStore, Holder, blocks, planner, read_layer, requests, write
-from tieredkv.transfer import Move
 
 BLOCK, HEADS, DIM = 16, 1, 4
 LAYER = LayerGeometry(HEADS, DIM, DIM, torch.float32)

@@ -5,6 +5,7 @@ Imports nothing of the package.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("tieredkv")
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
@@ -140,7 +143,7 @@ class PinnedMemory:
         return self._ledger.live_bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor `shape` of host memory; when it cannot be pinned the reason goes to `failures`."""
+        """A tensor `shape` of host memory; why it cannot be pinned goes to `failures`, and the first is told."""
         nbytes = pinned_size(math.prod(shape) * dtype.itemsize)
         reason = self._reason_against(nbytes)
         if reason is None:
@@ -154,6 +157,8 @@ class PinnedMemory:
                 self._ranges[start] = tensor.nbytes
                 weakref.finalize(tensor.untyped_storage(), self._ranges.pop, start, None).atexit = False
                 return self._ledger.add(tensor, nbytes)
+        if not self.failures:
+            logger.warning("tieredkv: memory is pageable where pinned was wanted, and copies more slowly: %s", reason)
         self.failures.append(reason)
         return normal_empty(shape, dtype, "cpu")
 

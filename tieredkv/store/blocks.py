@@ -5,8 +5,8 @@ does). The store hands out blocks and slots, frees what nobody refers to, makes 
 their copies are done. It never decides by how far a copy has come: only positions, counts and settings decide
 (placement.py), so that lossy codecs stay deterministic.
 
-Imports: errors, config, stats, block, codecs, device, tiers, block_table, plan, placement, transfer, prefetcher, moves,
-opening.
+Imports: errors, config, counters, block, codecs, device, tiers, block_table, plan, placement, inflight, transfer,
+prefetcher, moves, opening.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from tieredkv.block import Block, LayerGeometry
 from tieredkv.block_table import BlockTable
 from tieredkv.codecs import get_codec
 from tieredkv.config import CacheSettings, Size
+from tieredkv.counters import Counters
 from tieredkv.device import LEDGER, Device, Event
 from tieredkv.errors import BudgetError, ClosedError, MismatchError
+from tieredkv.inflight import Move
 from tieredkv.placement import Candidate, leaving, leaving_order
 from tieredkv.plan import Chunk, ForwardPlan, Run, Visibility
 from tieredkv.prefetcher import Prefetcher
-from tieredkv.stats import Counters
 from tieredkv.store.moves import MoveQueue
 from tieredkv.store.opening import Budget, open_tiers, staging_ring
 from tieredkv.tiers import Tier
-from tieredkv.transfer import Arrival, Move, Mover, read_regions
+from tieredkv.transfer import Mover
 
 __all__ = ["BlockStore", "Holder"]
 
@@ -114,6 +115,7 @@ class BlockStore(MoveQueue):
         self.settings, self.layers, self.device = settings, tuple(layers), device
         self.block_size = settings.block_size
         self.codec = get_codec(settings.codec)
+        self.reads_in_place = settings.read_in_place and device.addresses_host and self.codec.lossless
         self.visibility: Visibility | None = None
         if settings.beyond == "drop" and settings.window is not None:
             self.visibility = Visibility(settings.sink_blocks, settings.window, settings.block_size)
@@ -317,33 +319,21 @@ class BlockStore(MoveQueue):
                     tier="hot",
                 )
 
-    def load_hot(self, block: Block, slot: int) -> None:
-        """Read a whole block from below into a hot slot, all layers, and wait for it.
+    def bring_up(self, blocks: Sequence[Block], reason: str) -> list[Move]:
+        """Start copies of stored blocks into free hot slots, in the background; `land` waits for them.
+
+        Waits for older moves where too many would be on their way.
 
         Raises:
-            ChecksumError, ColdTierError: it cannot be had.
+            BudgetError: not as many slots are free.
         """
-        part = slice(slot, slot + 1)
-        self._used_hot.add(slot)
+        self._wait_for_space(len(blocks))
+        slots = self.hot.slots.allocate_many(len(blocks))
+        self.note_hot_use(slots)
+        self.version += 1
         if not self.codec.lossless:
-            self.decoded.add(block.id)
-        for layer in range(len(self.layers)):  # one after the other: a scratch is of one layer
-            k_pool, v_pool = self.hot.planes[layer]  # made here if it is new: computing reads it, and `up` comes after
-
-            def load(layer: int = layer, k_pool: torch.Tensor = k_pool, v_pool: torch.Tensor = v_pool) -> Arrival:
-                scratch = None
-                if not self.codec.lossless:
-                    scratch = tuple(plane.empty(1, k_pool.device) for plane in self.mover.planes[layer])
-                return self.mover.fetch(layer, [block], k_pool[:, part], v_pool[:, part], scratch, reason="request")
-
-            self.device.up.submit(
-                load,
-                finish=self.mover.arrived,
-                reads=read_regions([block]),
-                writes=[("hot", slot)],
-                after=[self.device.record()],
-                name="promote",
-            ).wait()
+            self.decoded.update(block.id for block in blocks)
+        return self._queue_all(blocks, "below", [("hot", slots)], reason)
 
     # ---- end
 
@@ -387,4 +377,4 @@ class BlockStore(MoveQueue):
     @staticmethod
     def _end(move: Move) -> None:
         with contextlib.suppress(Exception):
-            move.event.wait()
+            move.wait()

@@ -1,8 +1,8 @@
-"""Slots below hot, and the moves that fill them: queued, applied when their copies are done, given up when they fail.
+"""Slots below hot, and the moves between tiers: queued, applied when their copies are done, given up when they fail.
 
 The part of a store that the rest of it builds on.
 
-Imports: errors, config, stats, block, device, tiers, transfer, prefetcher.
+Imports: errors, config, counters, block, device, tiers, inflight, transfer, prefetcher.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from collections.abc import Iterable, Sequence
 
 from tieredkv.block import LOWER, TIERS, Block, LayerGeometry
 from tieredkv.config import CacheSettings
+from tieredkv.counters import Counters
 from tieredkv.device import Device
 from tieredkv.errors import BudgetError, ChecksumError, ColdTierError, TieredKVError
+from tieredkv.inflight import Move
 from tieredkv.prefetcher import Prefetcher
-from tieredkv.stats import Counters
 from tieredkv.tiers import Tier
-from tieredkv.transfer import Move, Mover
+from tieredkv.transfer import AHEAD_OF_NEED, AT_ONCE, Mover
 
 logger = logging.getLogger("tieredkv")
+
+NEEDED_NOW = ("room", "quota")
+"""Reasons of moves down for which a forward waits."""
 
 
 class MoveQueue:
@@ -125,7 +129,9 @@ class MoveQueue:
 
     # ---- moves
 
-    def start_move(self, blocks: Sequence[Block], source: str, reason: str, targets: Sequence[str] = LOWER) -> None:
+    def start_move(
+        self, blocks: Sequence[Block], source: str, reason: str, targets: Sequence[str] = LOWER
+    ) -> list[Move]:
         """Queue copies of sealed blocks to lower tiers, in pieces: never more than `queue_blocks` are on their way.
 
         Waits for older ones where they would be. What was meant for a tier that is given up meanwhile is not copied.
@@ -135,49 +141,63 @@ class MoveQueue:
         """
         blocks = [block for block in blocks if getattr(block, source) is not None]  # or freed with its cache meanwhile
         if not blocks:
-            return
-        most = self.settings.queue_blocks
-        self._wait_for_space(min(len(blocks), most))  # what comes of older moves decides what is free
+            return []
+        self._wait_for_space(len(blocks))  # what comes of older moves decides what is free
         if tuple(targets) == LOWER:
             places = self.take_lower(len(blocks))
         else:
             places = [(targets[0], self.tiers[targets[0]].slots.allocate_many(len(blocks)))]
-        left, given_up = list(blocks), self.cold_failure
+        return self._queue_all(blocks, source, places, reason)
+
+    def _queue_all(
+        self, blocks: Sequence[Block], source: str, places: Sequence[tuple[str, list[int]]], reason: str
+    ) -> list[Move]:
+        """Moves of blocks into slots that were taken for them; slots that no move comes to have are free again."""
+        left, given_up, moves = list(blocks), self.cold_failure, list[Move]()
         try:
             for role, slots in places:
                 while slots:
-                    count = min(len(slots), most)
+                    count = min(len(slots), self.settings.queue_blocks)
                     self._wait_for_space(count)
                     if role == "cold" and self.cold_failure != given_up:
-                        return
-                    self._queue(left[:count], source, role, slots, reason)
+                        return moves
+                    moves.append(self._queue(left[:count], source, role, slots, reason))
                     del left[:count]
         finally:
-            self._give_back(places)  # what no move has
+            self._give_back(places)
+        return moves
 
     def _wait_for_space(self, blocks: int) -> None:
-        """Apply the oldest moves until so many blocks more may be on their way."""
-        while self._moves and len(self._moving) + blocks > self.settings.queue_blocks:
+        """Apply the oldest moves until so many blocks more may be on their way, or as many as ever may."""
+        most = self.settings.queue_blocks
+        while self._moves and len(self._moving) + min(blocks, most) > most:
             self._apply(self._moves[0])
 
-    def _queue(self, blocks: Sequence[Block], source: str, role: str, slots: list[int], reason: str) -> None:
+    def _queue(self, blocks: Sequence[Block], source: str, role: str, slots: list[int], reason: str) -> Move:
         """One move, into the first of `slots`, which are taken off once they are the move's."""
         pool, own, begun, move = self.tiers[role].slots, slots[: len(blocks)], list[int](), None
+        stream, priority = self.device.down, AT_ONCE if reason in NEEDED_NOW else 0
+        if role == "hot":
+            stream, priority = self.device.up, AHEAD_OF_NEED
         try:
             for slot in own:
                 pool.begin_flight(slot)
                 begun.append(slot)
-            move = self.mover.demote(blocks, source, role, own, reason)
+            if role == "hot":
+                move = self.mover.promote(blocks, own, reason, priority)
+            else:
+                move = self.mover.demote(blocks, source, role, own, reason, priority)
             self._moving |= {block.id: move for block in blocks}
             del slots[: len(blocks)]
             self._moves.append(move)
+            return move
         except BaseException:  # an interrupt, or no thread to be had
             if move is None or move not in self._moves:
                 try:
                     with contextlib.suppress(Exception):
                         # The interrupt may have come when the copy was queued already: nobody else gets its slots
                         # before what the stream has to do so far is over.
-                        self.device.down.submit(lambda: None, name="undo").wait()
+                        stream.submit(_nothing, finish=_nothing, priority=priority, name="undo").wait()
                 finally:
                     for slot in begun:
                         pool.end_flight(slot)
@@ -191,8 +211,17 @@ class MoveQueue:
         What is free decides where new blocks go, and must not depend on how far a copy has come.
         """
         for move in list(self._moves):
-            if move.event.done() or not all(block.refs for block in move.blocks):
+            # What came up is a block more in hot, and counts from a forward of its own cache on (`land`).
+            if (move.done() and not move.goes_up) or not all(block.refs for block in move.blocks):
                 self._apply(move)
+
+    def land(self, blocks: Iterable[Block] | None = None) -> bool:
+        """Wait for the copies up to hot, those that carry any of these blocks or all, and apply them; if there were."""
+        coming = {block.id: block for move in self._moves if move.goes_up for block in move.blocks}
+        if coming and blocks is not None:
+            coming = {block.id: block for block in blocks if block.id in coming}
+        self.wait_for(coming.values())
+        return bool(coming)
 
     def wait_for(self, blocks: Iterable[Block]) -> None:
         """Wait for the moves that carry these blocks, and apply them."""
@@ -200,22 +229,23 @@ class MoveQueue:
             self._apply(move)
 
     def wait_all(self) -> None:
-        """Wait for every move and apply it."""
+        """Wait for every move and apply it; no forward waits here."""
         for move in list(self._moves):
-            self._apply(move)
+            self._apply(move, counts=False)
 
     def is_moving(self, block: Block) -> bool:
         """Whether a copy of the block is on its way down."""
         return block.id in self._moving
 
-    def _apply(self, move: Move) -> None:
+    def _apply(self, move: Move, *, counts: bool = True) -> None:
         if move not in self._moves:
             return
         failure: Exception | None = None
         try:
-            move.event.wait()
+            with self.counters.waiting() if counts and not move.done() else contextlib.nullcontext():
+                move.wait()
         except Exception as error:  # whatever it is: what a move holds is given back once, and the cache goes on
-            failure = error
+            move.failure = failure = error
         self._moves.remove(move)
         slots = self.tiers[move.target].slots
         for block, slot in zip(move.blocks, move.slots, strict=True):
@@ -225,12 +255,13 @@ class MoveQueue:
                 slots.release(slot)
             else:
                 setattr(block, move.target, slot)
-                if move.source != "hot":
+                if move.source in LOWER:
                     self.drop_copy(block, move.source)
             if block.refs == 0:
                 self._free_slots(block)
         self.version += 1
-        if failure is not None:
+        # Whoever needs a block that did not come up reads it where it lies, and is told what is wrong there.
+        if failure is not None and not move.goes_up:
             self._lower_failed(move.target, failure)
 
     def _lower_failed(self, role: str, failure: Exception) -> None:
@@ -248,3 +279,7 @@ class MoveQueue:
             self.cold_failure = str(failure)
             self.counters.failed(tier=1)
             logger.warning("tieredkv: going on without the cold tier: %s", failure)
+
+
+def _nothing(*_: object) -> None:
+    """Work, and what follows it, that are there to be waited for."""

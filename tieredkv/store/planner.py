@@ -4,7 +4,7 @@
 leaves the cache as it was. `commit` makes the new tokens count, `rollback` drops them. Sealing and write-down wait for
 the next `begin`, after any crop, so that rejected candidates of speculation are never sealed.
 
-Imports: errors, block, plan, placement, blocks, dropping, quota, reads, rooms, sharing.
+Imports: errors, block, plan, placement, transfer, blocks, dropping, quota, reads, rooms, sharing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tieredkv.store.dropping import check_seen, drop_hidden, gone_block
 from tieredkv.store.reads import plan_reads
 from tieredkv.store.rooms import Room, find_room, protected_ids
 from tieredkv.store.sharing import merge_rows
+from tieredkv.transfer import AT_ONCE
 
 
 def begin(store: BlockStore, holder: Holder, new: int, *, settled: bool = False) -> ForwardPlan:
@@ -36,6 +37,7 @@ def begin(store: BlockStore, holder: Holder, new: int, *, settled: bool = False)
         BudgetError: it does not fit; nothing was written and the cache is as it was.
     """
     with store.lock:
+        store.land(holder.table.blocks())
         quota.refill(store, holder)
         if not settled:
             settle(store, holder)
@@ -87,8 +89,8 @@ def commit(store: BlockStore, holder: Holder) -> None:
         return
     with store.lock:
         try:
-            for write in plan.through_writes:
-                for block in write.blocks:
+            with store.counters.waiting() if plan.through_writes else contextlib.nullcontext():
+                for block in (block for write in plan.through_writes for block in write.blocks):
                     for event in store.through.get(block.id, ()):
                         event.wait()
                     store.through.pop(block.id, None)
@@ -142,7 +144,7 @@ def settle(store: BlockStore, holder: Holder) -> None:
 def _write_down(store: BlockStore, protected: set[int]) -> None:
     """Copy blocks outside the window down ahead of need, and let some leave hot, as the settings say."""
     slots, window, settings = store.hot.slots, store.budget.window_tokens, store.settings
-    at_once = settings.placement == "window"
+    at_once, reason = settings.placement == "window", "watermark" if settings.placement == "watermark" else "window"
     if not at_once and slots.used <= settings.write_down_at * slots.total:
         store.waiting.clear()
         return
@@ -154,11 +156,11 @@ def _write_down(store: BlockStore, protected: set[int]) -> None:
     missing = [c for c in outside if not c.block.is_stored_below and not store.is_moving(c.block)]
     ahead = [c.block for c in quota.moves_ahead(store, missing)]
     with contextlib.suppress(BudgetError):  # a disk that filled up meanwhile: these blocks stay hot for now
-        store.start_move(ahead[: store.lower_free()], "hot", "window")
+        store.start_move(ahead[: store.lower_free()], "hot", reason)
     over = len(outside) if at_once else slots.used - int(settings.watermark * slots.total)
     if over > 0:
         ready = [c.block for c in outside if c.block.is_stored_below or store.is_moving(c.block)]
-        store.leave_hot(ready[:over], "window" if at_once else "watermark")
+        store.leave_hot(ready[:over], reason)
 
 
 def _seal(holder: Holder, size: int) -> bool:
@@ -210,7 +212,10 @@ def _copy_into(store: BlockStore, old: Block, fresh: Block) -> None:
     if target is None:
         return
     if old.hot is None:
-        store.load_hot(old, target)
+        store.note_hot_use([target])
+        store.mover.promote([old], [target], "request", AT_ONCE).wait()
+        if not store.codec.lossless:
+            store.decoded.add(fresh.id)
         return
     source = old.hot
     store.clean_hot(target)  # also notes that it is used, so that it is cleaned again before it holds another block

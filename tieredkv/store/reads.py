@@ -3,7 +3,7 @@
 Blocks that several rows share are read once for all of them. For a single row that goes on token by token, this is
 worked out only when the table or the placement changed.
 
-Imports: block, device, plan, transfer, blocks.
+Imports: block, device, inflight, plan, blocks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from tieredkv.block import Block
 from tieredkv.device import sent
+from tieredkv.inflight import read_from
 from tieredkv.plan import Chunk, ForwardPlan, Run
 from tieredkv.store.blocks import BlockStore, Holder
-from tieredkv.transfer import read_from
 
 _Places = tuple[tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]]
 
@@ -170,8 +170,7 @@ def _split(store: BlockStore, groups: list[_Group], padding: Sequence[int] | Non
     hot: list[Run] = []
     warm: list[Run] = []
     streamed: list[_Group] = []
-    in_place = store.settings.read_in_place and store.device.addresses_host and store.codec.lossless
-    size = store.block_size
+    in_place, size = store.reads_in_place, store.block_size
     for group in groups:
         block = group.block
         if block.hot is not None:

@@ -1,6 +1,6 @@
-"""What a caller asks of a cache apart from forwards: reserve, demote, promote.
+"""What a caller asks of a cache apart from forwards: reserve, demote, promote; and what is done ahead of them.
 
-Imports: errors, block, placement, blocks, planner, rooms.
+Imports: errors, block, placement, inflight, blocks, planner, rooms.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tieredkv.block import LOWER, Block
 from tieredkv.errors import BudgetError, ConfigError
+from tieredkv.inflight import Move, read_from
 from tieredkv.placement import promotion_slots
 from tieredkv.store.blocks import BlockStore, Holder
 from tieredkv.store.planner import settle
@@ -105,25 +106,80 @@ def _source(block: Block, above: Sequence[str]) -> str:
     return next((role for role in above if getattr(block, role) is not None), "hot")
 
 
-def promote(store: BlockStore, holder: Holder) -> int:
-    """Bring blocks back to hot, most recent first, to just below the watermark. Their lower copies stay."""
+def promote(store: BlockStore, holder: Holder, *, wait: bool = True) -> int:
+    """Bring blocks back to hot, most recent first, to just below the watermark. Their lower copies stay.
+
+    What has no room there comes from disk to memory. Where placement goes by the window alone, blocks outside of it
+    stay below.
+
+    Args:
+        wait: until they are there; otherwise the cache's next forward does.
+
+    Returns:
+        how many blocks come to hot.
+
+    Raises:
+        ChecksumError, ColdTierError: with `wait`, a block cannot be had.
+    """
     with store.lock:
         settle(store, holder)
-        store.wait_all()
-        slots = store.hot.slots
-        room = promotion_slots(slots.total, store.settings.watermark) - slots.used
-        if holder.quota_slots is not None:
-            room = min(room, holder.quota_slots - holder.own_hot_slots())
-        wanted: list[Block] = []
-        for row in holder.table:
-            wanted += [block for block in reversed(row) if block.hot is None and not block.gone]
-        chosen = list(dict.fromkeys(wanted))[: max(room, 0)]
-        for block in chosen:
-            slot = store.take_hot(None)
-            try:
-                store.load_hot(block, slot)
-            except BaseException:
-                store.hot.slots.release(slot)
-                raise
-            block.hot = slot
-        return len(chosen)
+        if wait:
+            store.wait_all()
+        wanted = _below(store, holder)
+        moves = _bring_up(store, wanted, _room_above(store, holder))
+        if wait:
+            store.wait_all()
+            for move in moves:
+                if move.failure is not None:
+                    raise move.failure
+        return sum(len(move.blocks) for move in moves if move.goes_up)
+
+
+def expect(store: BlockStore, holder: Holder, coming_tokens: int) -> None:
+    """A sequence is about to go on: start to bring up what each of its steps would copy, beside room for its tokens.
+
+    Args:
+        coming_tokens: new ones of each row.
+    """
+    with store.lock:
+        coming = -(-coming_tokens // store.block_size) * len(holder.table)
+        _bring_up(store, _copied(store, holder), _room_above(store, holder) - coming)
+
+
+def promotable(store: BlockStore, holder: Holder) -> int:
+    """How many of the blocks that each step copies find room in hot."""
+    with store.lock:
+        return max(min(len(_copied(store, holder)), _room_above(store, holder)), 0)
+
+
+def _copied(store: BlockStore, holder: Holder) -> list[Block]:
+    """Of the blocks below hot those that are not attended where they lie."""
+    return [block for block in _below(store, holder) if block.warm is None or not store.reads_in_place]
+
+
+def _below(store: BlockStore, holder: Holder) -> list[Block]:
+    """The blocks that could come up, most recent first."""
+    first_token = holder.tokens - store.budget.window_tokens if store.settings.placement == "window" else 0
+    found: dict[Block, None] = {}
+    for row in holder.table:
+        for block in reversed(row[max(first_token, 0) // store.block_size :]):
+            if block.hot is None and not block.gone and not store.is_moving(block):
+                found[block] = None
+    return list(found)
+
+
+def _room_above(store: BlockStore, holder: Holder) -> int:
+    """How many blocks may come up."""
+    slots = store.hot.slots
+    room = promotion_slots(slots.total, store.settings.watermark) - slots.used
+    return room if holder.quota_slots is None else min(room, holder.quota_slots - holder.own_hot_slots())
+
+
+def _bring_up(store: BlockStore, wanted: Sequence[Block], room: int) -> list[Move]:
+    """Start copies of the first blocks to hot, and of others from disk to memory."""
+    count = max(room, 0)
+    moves = store.bring_up(wanted[:count], "request") if wanted[:count] else []
+    if store.warm is not None:
+        far = [block for block in wanted[count:] if read_from(block) == "cold"]
+        moves += store.start_move(far[: store.warm.free_blocks()], "cold", "request", targets=("warm",))
+    return moves

@@ -72,6 +72,8 @@ def find_room(store: BlockStore, holder: Holder, new: int) -> Room:
         try:
             return _room(store, holder, new)
         except BudgetError:
+            if store.land():  # what is coming up may leave again, once it is there
+                continue
             if not store.reclaim(blocks):
                 raise
             blocks *= 2
@@ -100,6 +102,8 @@ def _room(store: BlockStore, holder: Holder, new: int) -> Room:
     if holder.quota_slots is not None:
         own = sum(candidate.owner == holder.number for candidate in order)
         room_total = min(room_total, own - holder.surplus(0))
+    if rows * needed + copies > room_total and store.land():
+        return _room(store, holder, new)  # what comes up for another cache gives way before this one's window does
     if blocks:
         needed = min(needed, max((room_total - copies) // rows, 1))
     if rows * min(needed, blocks) + copies > room_total:

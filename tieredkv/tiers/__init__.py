@@ -8,6 +8,7 @@ from __future__ import annotations
 from tieredkv.tiers.base import Empty, SlotRun, Tier, copy_blocks, runs, slot_bytes
 from tieredkv.tiers.cold import ColdTier, blocks_per_file, cold_bytes
 from tieredkv.tiers.hot import HotTier
+from tieredkv.tiers.native_moves import NativeMoves
 from tieredkv.tiers.populate import Populating
 from tieredkv.tiers.rows import check_rows, pack_rows, row_bytes, unpack_rows
 from tieredkv.tiers.slots import SlotPool
@@ -17,6 +18,7 @@ __all__ = [
     "ColdTier",
     "Empty",
     "HotTier",
+    "NativeMoves",
     "Populating",
     "SlotPool",
     "SlotRun",

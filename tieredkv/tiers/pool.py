@@ -5,6 +5,8 @@ Imports: block, checksum, errors, tiers.base.
 
 from __future__ import annotations
 
+import array
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -20,6 +22,7 @@ class PoolTier(Tier):
     in_through: Copy | None = None
     """What copies into this tier's memory go through, and out of it, where that is beside a device of its own."""
     out_through: Copy | None = None
+    _addresses: array.array[int] | None = None
 
     def write(self, layer: int, slots: Sequence[int], planes: Planes, *, non_blocking: bool = False) -> None:
         """See `Tier.write`."""
@@ -62,6 +65,53 @@ class PoolTier(Tier):
                 change="split the slots with `runs`",
             )
         return self._views(layer, start, blocks)
+
+    def addresses(self) -> array.array[int] | None:
+        """Where all of the tier lies, for code that copies by address: valid until it is closed.
+
+        Returns:
+            for each plane, layer after layer, its address, and the bytes from a head and from a slot to the next; None
+            where it is not one stretch of a CPU's memory, or copies go through something.
+
+        Raises:
+            ClosedError: the tier is closed.
+        """
+        self._check_layer(0)
+        if self._addresses is None and self._is_whole:
+            found = array.array("q")
+            for layer in range(len(self.layers)):
+                for plane in self._views(layer, 0, self.slots.total):
+                    if not plane.is_cpu or not plane[0, 0].is_contiguous():
+                        return None
+                    found.extend((plane.data_ptr(), *(plane.element_size() * plane.stride(dim) for dim in (0, 1))))
+            self._addresses = found
+        return self._addresses
+
+    @functools.cached_property
+    def shapes(self) -> array.array[int]:
+        """For each plane, layer after layer: its layer, heads, bytes of one head of a block, 8-byte words before it."""
+        found = array.array("q")
+        for layer, planes in enumerate(self.layers):
+            words = 0
+            for plane in planes:
+                found.extend((layer, plane.kv_heads, plane.block_bytes // plane.kv_heads, words))
+                words += plane.block_bytes // 8
+        return found
+
+    @functools.cached_property
+    def row_bytes(self) -> list[int]:
+        """Bytes of one block of each layer."""
+        return [sum(plane.block_bytes for plane in planes) for planes in self.layers]
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        super().close()
+        self._addresses = None
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all slots are one run, and copies need nothing to go through."""
+        return bool(self.slots.total) and self._border(0) >= self.slots.total and self.in_through is None
 
     @abstractmethod
     def _views(self, layer: int, start: int, length: int) -> Planes:

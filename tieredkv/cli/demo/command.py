@@ -150,6 +150,7 @@ def _run_tiered(
     console.print(f"[bold]TieredCache[/bold]: {budgets}, the rest in {cold}", highlight=False, soft_wrap=True)
     with TieredCache(given, settings=settings) as cache:
         run = _run(choices, loaded, prompt, cache, console, stream=True)
+        cache.measure_links()  # afterwards: what copies reached is told as a share of it
         return run, cache.stats()
 
 
