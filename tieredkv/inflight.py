@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tieredkv.block import LOWER, Block, Planes
+from tieredkv.block import LOWER, TIERS, Block, Planes
 from tieredkv.device import Event, Region
 from tieredkv.verified import Check
 
@@ -42,8 +42,8 @@ class Move:
 
     @property
     def goes_up(self) -> bool:
-        """Whether it fills hot slots."""
-        return self.target == "hot"
+        """Whether it brings blocks nearer, which nothing needs yet."""
+        return is_up(self.source, self.target)
 
     def done(self) -> bool:
         """Whether every copy has ended, well or badly. Never blocks."""
@@ -59,6 +59,11 @@ class Move:
                 first = first or failure
         if first is not None:
             raise first
+
+
+def is_up(source: str, target: str) -> bool:
+    """Whether a move between these tiers brings blocks nearer; `source` as in `Move`."""
+    return source == "below" or TIERS.index(target) < TIERS.index(source)
 
 
 @dataclasses.dataclass(frozen=True)

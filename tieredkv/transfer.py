@@ -22,7 +22,7 @@ from tieredkv.checksum import Checksummer
 from tieredkv.codecs import Codec
 from tieredkv.config import Verify
 from tieredkv.counters import Counters
-from tieredkv.device import Device, Event, Took
+from tieredkv.device import Device, Event, Stream, Took
 from tieredkv.errors import ChecksumError
 from tieredkv.inflight import Arrival, Move, Part, by_tier, read_regions
 from tieredkv.plan import ThroughWrite
@@ -36,6 +36,8 @@ PROMOTED_BYTES = 8 * 2**20
 """Most bytes of one copy up to hot: what a forward waits for goes before the next of them."""
 AT_ONCE, AHEAD_OF_NEED = 1, -1
 """Priorities on a stream, beside 0: copies for which a forward waits, and copies up for one that is still to come."""
+NEEDED_NOW = ("room", "quota")
+"""Reasons of moves down for which a forward waits."""
 
 
 class Mover:
@@ -43,6 +45,7 @@ class Mover:
 
     Args:
         device: streams and events.
+        hot: the tier in which blocks are as attention reads them.
         tiers: "hot" and those of `LOWER` that exist.
         codec: encoding below hot.
         layers: geometry of each tiered layer.
@@ -54,6 +57,7 @@ class Mover:
     def __init__(
         self,
         device: Device,
+        hot: HotTier,
         tiers: Mapping[str, Tier],
         codec: Codec,
         layers: Sequence[LayerGeometry],
@@ -61,7 +65,7 @@ class Mover:
         verify: Verify,
         counters: Counters,
     ) -> None:
-        self._device, self._tiers, self._codec = device, tiers, codec
+        self._device, self._hot, self._tiers, self._codec = device, hot, tiers, codec
         self._layers, self._block_size, self._verify = layers, block_size, verify
         self._counters = counters
         self.checksummer = Checksummer()
@@ -78,18 +82,27 @@ class Mover:
         """Why checksums, or copies down in memory, are not served by C++ on this machine."""
         return [reason for reason in (self.checksummer.native_reason, self._native_moves.native_reason) if reason]
 
+    def lane(self, source: str, target: str, reason: str) -> tuple[Stream, int]:
+        """The stream of such a move, and its priority there.
+
+        What touches no device memory goes by the stream of files, so that a slow disk holds back nothing else.
+        """
+        if target == "hot":
+            return self._device.up, AHEAD_OF_NEED
+        if {source, target} == {"warm", "cold"}:
+            return self._device.disk, 0
+        return self._device.down, AT_ONCE if reason in NEEDED_NOW else 0
+
     # ---- down
 
-    def demote(
-        self, blocks: Sequence[Block], source: str, target: str, slots: Sequence[int], reason: str, priority: int = 0
-    ) -> Move:
+    def demote(self, blocks: Sequence[Block], source: str, target: str, slots: Sequence[int], reason: str) -> Move:
         """Copy sealed blocks to a tier below hot, all layers, in the background; not when all are freed meanwhile.
 
         The blocks' slots at `source` may be read meanwhile, and must not be written or freed before the move is done.
         """
         blocks = tuple(blocks)
         source_slots = [slot_of(block, source) for block in blocks]
-        encoded = source != "hot"
+        encoded, (stream, priority) = source != "hot", self.lane(source, target, reason)
 
         def work() -> None:
             started = time.perf_counter()
@@ -111,7 +124,7 @@ class Mover:
                 reason=reason,
             )
 
-        event = self._device.down.submit(
+        event = stream.submit(
             work,
             reads=[(source, slot) for slot in source_slots],
             writes=[(target, slot) for slot in slots],
@@ -184,7 +197,7 @@ class Mover:
         if source != "hot" or not self._codec.lossless:
             return False
         tier, verifies = self._tiers[target], self._verify != "off"
-        sums = self._native_moves.move(self._tiers["hot"], source_slots, tier, slots, summed=verifies)
+        sums = self._native_moves.move(self._hot, source_slots, tier, slots, summed=verifies)
         if sums is None or not verifies:
             return sums is not None
         for index, block in enumerate(blocks):
@@ -303,13 +316,6 @@ class Mover:
             name="promote",
             **order,
         )
-
-    @property
-    def _hot(self) -> HotTier:
-        hot = self._tiers["hot"]
-        if not isinstance(hot, HotTier):
-            raise TypeError(type(hot))
-        return hot
 
     def fetch(
         self,

@@ -15,7 +15,7 @@ from tieredkv.block import LOWER, Block, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.config import Verify
 from tieredkv.counters import Counters
-from tieredkv.errors import ChecksumError, ColdTierError
+from tieredkv.errors import ChecksumError, ColdTierError, MismatchError
 from tieredkv.tiers import Tier
 
 logger = logging.getLogger("tieredkv")
@@ -172,11 +172,16 @@ def slot_of(block: Block, tier: str) -> int:
     """The block's slot in a tier that has it.
 
     Raises:
-        LookupError: it has none there.
+        MismatchError: it has none there: a plan and the place of its blocks do not agree.
     """
-    slot = getattr(block, tier)
-    if not isinstance(slot, int):
-        raise LookupError(f"block {block.id} is not in {tier}")
+    slot: int | None = getattr(block, tier)
+    if slot is None:
+        raise MismatchError(
+            f"Block {block.id} is not in {tier}.",
+            wanted=f"a block with a slot of {tier}",
+            got=f"one that lies in {block.location}",
+            change="report this: what was planned and where the block lies do not agree",
+        )
     return slot
 
 

@@ -336,9 +336,9 @@ class CacheMachine(RuleBasedStateMachine):
             where = block.cold is not None if tier == "cold" else block.is_stored_below
             assert not block.sealed or (block.hot is None and where), block
 
-    @rule(index=st.integers(0, 2))
-    def promote(self, index: int) -> None:
-        self.pick(index).cache.promote()
+    @rule(index=st.integers(0, 2), wait=st.booleans())
+    def promote(self, index: int, wait: bool) -> None:
+        self.pick(index).cache.promote(wait=wait)
 
     # ---- copies
 

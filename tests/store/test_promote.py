@@ -66,15 +66,15 @@ def places(holder: Holder) -> list[str]:
 
 
 @contextlib.contextmanager
-def gate(store: BlockStore) -> Iterator[Callable[[], None]]:
-    """Nothing comes up until what this gives is called, at the end of the `with` at the latest."""
+def gate(store: BlockStore, stream: str = "up") -> Iterator[Callable[[], None]]:
+    """A stream does nothing until what this gives is called, at the end of the `with` at the latest."""
     started, go = threading.Event(), threading.Event()
 
     def closed() -> None:
         started.set()
         go.wait(60)
 
-    store.device.up.submit(closed, priority=2)
+    getattr(store.device, stream).submit(closed, priority=2)
     assert started.wait(60)
     try:
         yield go.set
@@ -213,6 +213,25 @@ def test_what_has_no_room_above_comes_from_disk_to_memory(tmp_path: Path) -> Non
     assert came == 10 and places(holder) == ["warm"] * 20 + ["hot"] * 10
     assert [block.cold is None for block in holder.table.rows[0]] == [True] * 20 + [False] * 10
     check(store, holder)
+    store.close()
+
+
+def test_a_slow_disk_holds_back_no_copy_between_memories(tmp_path: Path) -> None:
+    """What touches no device memory goes by a stream of its own, and is not counted in the queue of copies down."""
+    store, holder = make(tmp_path, queue_blocks=4)
+    other = one_row(store)
+    forward(store, holder, 30 * BLOCK)
+    requests.demote(store, holder, "cold")
+    with gate(store, "disk") as open_gate:
+        assert requests.promote(store, holder, wait=False) == 10
+        assert store.warm is not None and store.warm.slots.in_flight == 20
+        forward(store, other, 30 * BLOCK)  # most of it goes down to memory meanwhile
+        assert "warm" in places(other)
+        resumed = Beside(lambda: forward(store, holder, 1))
+        assert resumed.is_at_it_after(0.2)
+        open_gate()
+        assert not resumed.is_at_it_after(60)
+    check(store, holder, other)
     store.close()
 
 

@@ -130,7 +130,16 @@ class BlockStore(MoveQueue):
         )
         opened = (self.hot, self.packed, self.warm, self.cold)
         self.tiers = {tier.role: tier for tier in opened if tier is not None}
-        self.mover = Mover(device, self.tiers, self.codec, self.layers, self.block_size, settings.verify, self.counters)
+        self.mover = Mover(
+            device,
+            self.hot,
+            self.tiers,
+            self.codec,
+            self.layers,
+            self.block_size,
+            settings.verify,
+            self.counters,
+        )
         ring = staging_ring(self.budget, settings, self.layers, self.mover, self.codec, device)
         self.prefetcher = Prefetcher(device, self.mover, ring, self.counters)
         self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
@@ -322,12 +331,9 @@ class BlockStore(MoveQueue):
     def bring_up(self, blocks: Sequence[Block], reason: str) -> list[Move]:
         """Start copies of stored blocks into free hot slots, in the background; `land` waits for them.
 
-        Waits for older moves where too many would be on their way.
-
         Raises:
             BudgetError: not as many slots are free.
         """
-        self._wait_for_space(len(blocks))
         slots = self.hot.slots.allocate_many(len(blocks))
         self.note_hot_use(slots)
         self.version += 1

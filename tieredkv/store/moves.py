@@ -16,15 +16,12 @@ from tieredkv.config import CacheSettings
 from tieredkv.counters import Counters
 from tieredkv.device import Device
 from tieredkv.errors import BudgetError, ChecksumError, ColdTierError, TieredKVError
-from tieredkv.inflight import Move
+from tieredkv.inflight import Move, is_up
 from tieredkv.prefetcher import Prefetcher
 from tieredkv.tiers import Tier
-from tieredkv.transfer import AHEAD_OF_NEED, AT_ONCE, Mover
+from tieredkv.transfer import Mover
 
 logger = logging.getLogger("tieredkv")
-
-NEEDED_NOW = ("room", "quota")
-"""Reasons of moves down for which a forward waits."""
 
 
 class MoveQueue:
@@ -132,9 +129,10 @@ class MoveQueue:
     def start_move(
         self, blocks: Sequence[Block], source: str, reason: str, targets: Sequence[str] = LOWER
     ) -> list[Move]:
-        """Queue copies of sealed blocks to lower tiers, in pieces: never more than `queue_blocks` are on their way.
+        """Queue copies of sealed blocks to lower tiers, in pieces: never more than `queue_blocks` on their way down.
 
-        Waits for older ones where they would be. What was meant for a tier that is given up meanwhile is not copied.
+        Waits for older ones where there would be, but not for copies up, which `targets` may name as well. What was
+        meant for a tier that is given up meanwhile is not copied.
 
         Raises:
             BudgetError: they do not fit.
@@ -142,7 +140,8 @@ class MoveQueue:
         blocks = [block for block in blocks if getattr(block, source) is not None]  # or freed with its cache meanwhile
         if not blocks:
             return []
-        self._wait_for_space(len(blocks))  # what comes of older moves decides what is free
+        if not is_up(source, targets[0]):
+            self._wait_for_space(len(blocks))  # what comes of older moves decides what is free
         if tuple(targets) == LOWER:
             places = self.take_lower(len(blocks))
         else:
@@ -158,7 +157,8 @@ class MoveQueue:
             for role, slots in places:
                 while slots:
                     count = min(len(slots), self.settings.queue_blocks)
-                    self._wait_for_space(count)
+                    if not is_up(source, role):
+                        self._wait_for_space(count)
                     if role == "cold" and self.cold_failure != given_up:
                         return moves
                     moves.append(self._queue(left[:count], source, role, slots, reason))
@@ -168,17 +168,16 @@ class MoveQueue:
         return moves
 
     def _wait_for_space(self, blocks: int) -> None:
-        """Apply the oldest moves until so many blocks more may be on their way, or as many as ever may."""
+        """Apply the oldest moves down until so many blocks more may be on their way, or as many as ever may."""
         most = self.settings.queue_blocks
-        while self._moves and len(self._moving) + min(blocks, most) > most:
-            self._apply(self._moves[0])
+        down = [move for move in self._moves if not move.goes_up]
+        while down and sum(len(move.blocks) for move in down) + min(blocks, most) > most:
+            self._apply(down.pop(0))
 
     def _queue(self, blocks: Sequence[Block], source: str, role: str, slots: list[int], reason: str) -> Move:
         """One move, into the first of `slots`, which are taken off once they are the move's."""
         pool, own, begun, move = self.tiers[role].slots, slots[: len(blocks)], list[int](), None
-        stream, priority = self.device.down, AT_ONCE if reason in NEEDED_NOW else 0
-        if role == "hot":
-            stream, priority = self.device.up, AHEAD_OF_NEED
+        stream, priority = self.mover.lane(source, role, reason)
         try:
             for slot in own:
                 pool.begin_flight(slot)
@@ -186,7 +185,7 @@ class MoveQueue:
             if role == "hot":
                 move = self.mover.promote(blocks, own, reason, priority)
             else:
-                move = self.mover.demote(blocks, source, role, own, reason, priority)
+                move = self.mover.demote(blocks, source, role, own, reason)
             self._moving |= {block.id: move for block in blocks}
             del slots[: len(blocks)]
             self._moves.append(move)
@@ -211,12 +210,12 @@ class MoveQueue:
         What is free decides where new blocks go, and must not depend on how far a copy has come.
         """
         for move in list(self._moves):
-            # What came up is a block more in hot, and counts from a forward of its own cache on (`land`).
+            # What came up takes room, or gives some: it counts from a forward of its own cache on (`land`).
             if (move.done() and not move.goes_up) or not all(block.refs for block in move.blocks):
                 self._apply(move)
 
     def land(self, blocks: Iterable[Block] | None = None) -> bool:
-        """Wait for the copies up to hot, those that carry any of these blocks or all, and apply them; if there were."""
+        """Wait for the copies up, those that carry any of these blocks or all, and apply them; whether there were."""
         coming = {block.id: block for move in self._moves if move.goes_up for block in move.blocks}
         if coming and blocks is not None:
             coming = {block.id: block for block in blocks if block.id in coming}

@@ -132,7 +132,7 @@ def promote(store: BlockStore, holder: Holder, *, wait: bool = True) -> int:
             for move in moves:
                 if move.failure is not None:
                     raise move.failure
-        return sum(len(move.blocks) for move in moves if move.goes_up)
+        return sum(len(move.blocks) for move in moves if move.target == "hot")
 
 
 def expect(store: BlockStore, holder: Holder, coming_tokens: int) -> None:
