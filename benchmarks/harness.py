@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,21 @@ class Row:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2, inner: int = 1
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    inner: int = 1,
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> dict[str, Timing]:
-    """Time each contestant `inner` times in each round, after a warm-up of its own."""
+    """Time each contestant `inner` times in each round, after a warm-up of its own.
+
+    Args:
+        contestants: what is timed, by name.
+        rounds, warmup, inner: how often.
+        around: by name, what is entered before each timed run and left after it, without being timed.
+    """
+    prepared = around or {}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for run in contestants.values():
         for _ in range(warmup):
@@ -74,9 +87,10 @@ def interleave(
         for _ in range(rounds):
             for name, run in contestants.items():
                 for _ in range(inner):
-                    started = time.perf_counter()
-                    run()
-                    seconds[name].append(time.perf_counter() - started)
+                    with prepared.get(name, nullcontext)():
+                        started = time.perf_counter()
+                        run()
+                        seconds[name].append(time.perf_counter() - started)
     finally:
         gc.enable()
     return {name: timing(values) for name, values in seconds.items()}

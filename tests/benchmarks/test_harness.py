@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -74,3 +77,19 @@ def test_contestants_take_turns() -> None:
     times = harness.interleave({n: lambda n=n: order.append(n) for n in "ab"}, rounds=3, warmup=0, inner=2)
     assert "".join(order) == "aabb" * 3
     assert times["a"].rounds == 6
+
+
+def test_what_goes_around_a_run_is_not_timed_and_is_done_for_each() -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        order.append("(")
+        time.sleep(0.02)
+        yield
+        order.append(")")
+
+    runs = {n: lambda n=n: order.append(n) for n in "ab"}
+    times = harness.interleave(runs, rounds=2, warmup=1, inner=2, around={"b": around})
+    assert "".join(order) == "ab" + "aa(b)(b)" * 2
+    assert times["b"].median_seconds < 0.02
