@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks import harness, shapes
+from benchmarks import harness, page_cache, shapes
 from benchmarks.harness import Row
 from tieredkv import KVStore, TieredCache
 from tieredkv.cli.model import load
@@ -79,14 +78,6 @@ def start(kind: str, folder: Path, tokens: int) -> dict[str, Any]:
     return told
 
 
-def drop(files: Sequence[Path]) -> None:
-    """Ask the system to forget what it holds of these files."""
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def plain_read(files: Sequence[Path]) -> float:
     """Seconds of reading the files one after the other."""
     buffer = bytearray(8 * 2**20)
@@ -105,14 +96,15 @@ def restarts(tokens: int, rounds: int) -> list[Row]:
         first = start("publish", folder, tokens)
         files = sorted(folder.rglob("*.safetensors"))
         total_bytes = sum(file.stat().st_size for file in files)
-        scratch, warm, cold, plain = [], [], [], []
+        scratch, warm, cold, plain, held = [], [], [], [], []
         for _ in range(rounds):
             scratch.append(start("scratch", folder, tokens))
             plain_read(files)
             warm.append(start("restore", folder, tokens))
-            drop(files)
+            page_cache.drop(files)
             plain.append(plain_read(files))
-            drop(files)
+            page_cache.drop(files)
+            held.append(page_cache.held_share(files))
             cold.append(start("restore", folder, tokens))
         tokens_seen = {each["token"] for each in (first, *scratch, *warm, *cold)}
     if len(tokens_seen) != 1 or min(each["attached"] for each in warm + cold) < tokens // BLOCK * BLOCK:
@@ -121,6 +113,7 @@ def restarts(tokens: int, rounds: int) -> list[Row]:
     bandwidth = total_bytes / statistics.median(each["cache_seconds"] for each in cold)
     sequential = total_bytes / statistics.median(plain)
     detail = {"scratch": scratch, "warm": warm, "cold": cold, "plain_seconds": plain, "bytes": total_bytes}
+    detail |= {"share_held_when_dropped": held}
     what = f"to the first token in a new process, {tokens} tokens restored, over a prefill"
     return [
         Row(f"{what}, page cache warm", base / fast, "x", ">= 15 (aim 40)", base / fast >= 15, detail),
