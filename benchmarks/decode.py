@@ -8,7 +8,6 @@ Both caches in one run, the same weights and the same contents, interleaved roun
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +16,12 @@ import torch
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks import decode_cuda, harness, shapes, shapes_of_load
+from benchmarks import decode_cuda, harness, shapes, shapes_of_load, streamed
 from benchmarks.harness import Row
-from benchmarks.shapes import step_of, two_models
-from tieredkv import CacheSettings, TieredCache
+from benchmarks.shapes import BLOCK, Attention, step_of, two_models
+from tieredkv import TieredCache
 from tieredkv.attention.native import NativeKernels, NativePlan, NewTokens
 from tieredkv.hf import seam
-
-BLOCK = 128
-
-
-class Attention(torch.nn.Module):
-    """What the attention functions ask of a module."""
-
-    def __init__(self, group: int, config: Any = None) -> None:
-        super().__init__()
-        self.num_key_value_groups, self.is_causal, self.config = group, True, config
 
 
 def compare_steps(tokens: int, dtype: torch.dtype, rounds: int) -> tuple[float, dict[str, Any]]:
@@ -159,55 +148,6 @@ def windows(tokens: int, sizes: list[int], rounds: int) -> list[Row]:
     return rows
 
 
-def streamed(tokens: int, rounds: int, cold: bool) -> Row:
-    """Every block outside the window copied and verified at each step: step over (compute + transfer) ÷ cores."""
-    config = shapes.smollm2_config()
-    _, model = two_models(config, torch.float32)
-    settings = CacheSettings(read_in_place=False)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        TieredCache(model.config, hot=f"{tokens + 2048} tokens", warm=0) as everything,
-        TieredCache(
-            model.config,
-            hot=f"{512 + 8 * BLOCK} tokens",
-            warm=0 if cold else f"{tokens + 2048} tokens",
-            cold=folder if cold else None,
-            window=512,
-            settings=settings,
-        ) as part,
-    ):
-        shapes.fill(everything, config, tokens, torch.float32)
-        shapes.fill(part, config, tokens, torch.float32)
-        steps = {"all hot": step_of(model, everything), "streamed": step_of(model, part)}
-        times = harness.interleave(steps, rounds=rounds, warmup=1, inner=5)
-        alone, cores = transfer_core_seconds(steps["streamed"], part, rounds), torch.get_num_threads()
-        ideal = times["all hot"].median_seconds + alone / cores
-        ratio = times["streamed"].median_seconds / ideal
-        limit = 1.35 if cold else 1.25
-        return Row(
-            f"streamed from {'cold' if cold else 'warm'}, verified: step over core-seconds ÷ cores",
-            ratio,
-            "",
-            f"<= {limit}",
-            ratio <= limit,
-            {"transfer_core_seconds_a_step": alone, **harness.plain(times)},
-        )
-
-
-def transfer_core_seconds(step: Callable[[], Any], cache: TieredCache, steps: int) -> float:
-    """What one core, with nothing beside it, takes for the transfers of a step: the least that they cost."""
-    threads, seconds = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for _ in range(max(steps, 3)):
-            before = cache.stats().decode.transfer_seconds
-            step()
-            seconds.append(cache.stats().decode.transfer_seconds - before)
-    finally:
-        torch.set_num_threads(threads)
-    return harness.timing(seconds).median_seconds
-
-
 def gather_step(tokens: int, rounds: int) -> Row:
     """A step with any other attention: the whole K/V of each layer is put together."""
     config = shapes.smollm2_config()
@@ -252,9 +192,10 @@ def figures(quick: bool) -> list[Row]:
     rows.append(Row("outside kernels, per layer and step", 1e6 * outside, "µs", "<= 60", 1e6 * outside <= 60, detail))
     ratio, detail = prefill(512 if quick else 4096, 2 if quick else 5)
     rows.append(Row("prefill of 4K in one call, ours over stock", ratio, "x", "<= 1.10", ratio <= 1.10, detail))
-    rows += windows(long, [512] if quick else [512, 1024, 2048, 4096], rounds)
-    rows.append(streamed(long, rounds, cold=False))
-    rows.append(streamed(long, rounds, cold=True))
+    sizes = [512] if quick else [512, 1024, 2048, 4096]
+    rows += windows(long, sizes, rounds)
+    # With less, all of it would fit in hot beside the staging buffers.
+    rows += streamed.figures(shapes.smollm2_config(), max(long, 2048), sizes, rounds)
     rows.append(gather_step(long, rounds))
     rows.append(shapes_of_load.ragged(rounds))
     rows += shapes_of_load.graphs_of_a_run(quick)

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from benchmarks import harness, shapes
-from benchmarks.decode import BLOCK, Attention
 from benchmarks.harness import Row
 from benchmarks.plots import Chart
+from benchmarks.shapes import BLOCK, Attention
 from tieredkv import TieredCache
 from tieredkv.hf import seam
 from tieredkv.hf.layers import Handle

@@ -42,7 +42,7 @@ README_ROWS = (
     ("capacity", r"chat: sequences at once, blocks over"),
     ("decode", r"decode step at 8192, (fp32|bf16), everything hot"),
     ("decode", r"slowdown at 8192 tokens, window 1024"),
-    ("decode", r"streamed from (warm|cold)"),
+    ("decode", r"streamed from (warm|cold), window 512,"),
     ("decode", r"prefill of 4K"),
     ("codecs", r"int8: perplexity change"),
     ("serving", r"16 requests, prompts of 64 to 1,000 tokens, 32 new: tokens/s over"),

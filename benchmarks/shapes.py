@@ -1,4 +1,7 @@
-"""Models by their shape, with random weights, caches filled without a prefill, and a decode step of both."""
+"""Models by their shape, with random weights, caches filled without a prefill, and a decode step of both.
+
+Imports: tieredkv, torch, transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,15 @@ from tieredkv import TieredCache
 from tieredkv.cli.stock import cache_keyword
 
 CPU = torch.device("cpu")
+BLOCK = 128
+
+
+class Attention(torch.nn.Module):
+    """What the attention functions ask of a module."""
+
+    def __init__(self, group: int, config: Any = None) -> None:
+        super().__init__()
+        self.num_key_value_groups, self.is_causal, self.config = group, True, config
 
 
 def smollm2_config(layers: int = 30) -> LlamaConfig:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks import shapes
-from benchmarks.decode import Attention
 from benchmarks.harness import Row
-from benchmarks.shapes import two_models
+from benchmarks.shapes import Attention, two_models
 from tieredkv import CacheSettings, TieredCache
 from tieredkv.cli.stock import cache_keyword
 from tieredkv.hf import seam
@@ -29,6 +28,13 @@ def store_of(cache: TieredCache) -> BlockStore:
     if store is None:
         raise LookupError("the cache was not used yet")
     return store
+
+
+def not_hot(cache: TieredCache) -> tuple[int, int]:
+    """(how many, bytes) of the layer pieces of distinct blocks that do not lie in hot, as they are stored."""
+    row_bytes = store_of(cache).mover.row_bytes
+    outside = {(entry.block_id, entry.layer_id) for entry in cache.block_table() if entry.location != "hot"}
+    return len(outside), sum(row_bytes[layer] for _, layer in outside)
 
 
 def attention_step(cache: TieredCache, config: Any, tokens: int = 1) -> Callable[[], None]:
@@ -67,8 +73,7 @@ def traffic(codec: str, steps: int) -> list[Row]:
         before, wanted = cache.stats().decode.streamed_bytes, 0
         for _ in range(steps):
             step()
-            outside = {(e.block_id, e.layer_id) for e in cache.block_table() if e.location != "hot"}
-            wanted += sum(store.mover.row_bytes[layer] for _, layer in outside)
+            wanted += not_hot(cache)[1]
         store.device.synchronize()
         read = cache.stats().decode.streamed_bytes - before
         cache.promote()
