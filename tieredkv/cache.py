@@ -182,7 +182,7 @@ class TieredCache(Resumable):
         store = place.store or (None if place.shared is None else place.shared.store)
         is_empty = place.holder is None or not place.holder.table.rows
         is_sized_anew = is_empty and place.shared is None and self._settings.depends_on_rows
-        if store is not None and not store.is_closed and not is_sized_anew:
+        if store is not None and not is_sized_anew:
             requests.reserve(store, place.holder, tokens)
         self._settings = dataclasses.replace(self._settings, max_tokens=tokens)
 

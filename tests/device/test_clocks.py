@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredkv.device import Event, Region, SimulatedAccelerator
+from tieredkv.device import CpuDevice, Device, Event, Region, SimulatedAccelerator, holds
 from tieredkv.device.clocks import Clocks
 from tieredkv.errors import RaceError
 
@@ -238,8 +238,24 @@ def test_a_lock_hands_on_what_its_holders_knew(device: SimulatedAccelerator) -> 
     in_thread(free)
     with pytest.raises(RaceError), other:
         device.up.submit(nothing, writes=[SLOT])
-    with lock:
-        device.up.submit(nothing, writes=[SLOT])
+    in_thread(lambda: (lock.acquire(blocking=False), lock.release()))
+    assert lock.acquire(blocking=False)
+    device.up.submit(nothing, writes=[SLOT])
+    lock.release()
+
+
+@pytest.mark.parametrize("make", [CpuDevice, SimulatedAccelerator])
+def test_who_has_a_lock_is_known(make: Callable[[], Device]) -> None:
+    with make() as maker:
+        lock = maker.lock()
+        assert not holds(lock)
+        seen: list[bool] = []
+        with lock:
+            with lock:
+                assert holds(lock)
+            in_thread(lambda: seen.extend([holds(lock), lock.acquire(blocking=False)]))
+            assert holds(lock)
+        assert not holds(lock) and seen == [False, False]
 
 
 def test_a_work_knows_what_it_comes_after(device: SimulatedAccelerator) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tieredkv.device.base import Device, Region, Stream, Took
+from tieredkv.device.base import Device, Lock, Region, Stream, Took, holds
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.cpu import CpuDevice
 from tieredkv.device.cuda import CudaDevice, has_flash
@@ -26,6 +26,7 @@ __all__ = [
     "Device",
     "Event",
     "Ledger",
+    "Lock",
     "Region",
     "SimulatedAccelerator",
     "Stream",
@@ -33,6 +34,7 @@ __all__ = [
     "Traced",
     "device_for",
     "has_flash",
+    "holds",
     "sent",
 ]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 
@@ -32,6 +32,31 @@ Took = Callable[[], float]
 """How many seconds an operation's work took: asking waits for its end."""
 Finish = Callable[[T, Took], object]
 """What follows an operation's work, with what that returned."""
+
+
+class Lock(Protocol):
+    """A re-entrant lock."""
+
+    def acquire(self, blocking: bool = ...) -> bool:
+        """Take it; with `blocking=False` only if no other thread has it. Whether it was taken."""
+
+    def release(self) -> None:
+        """Give back what was taken once."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def holds(lock: Lock) -> bool:
+    """Whether the calling thread has a lock."""
+    try:
+        threading.Condition(cast(Any, lock)).notify(0)  # which wakes nobody, and is refused to any other thread
+    except RuntimeError:
+        return False
+    return True
 
 
 class Stream(ABC):
@@ -191,7 +216,7 @@ class Device(ABC):
     def host_access(self, *, name: str = "", reads: Sequence[Region] = (), writes: Sequence[Region] = ()) -> None:
         """Say that the calling thread reads or writes regions itself, now; raises RaceError as `Stream.submit`."""
 
-    def lock(self) -> AbstractContextManager[Any]:
+    def lock(self) -> Lock:
         """A re-entrant lock, whose holders know what earlier holders knew (which a simulated accelerator tracks)."""
         return threading.RLock()
 

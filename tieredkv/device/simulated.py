@@ -15,12 +15,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from tieredkv.device.base import Finish, Region
+from tieredkv.device.base import Finish, Lock, Region, holds
 from tieredkv.device.bounce import Bounce
 from tieredkv.device.clocks import Clock, Clocks
 from tieredkv.device.event import Event, settled_event
@@ -227,7 +226,7 @@ class SimulatedAccelerator(WorkerDevice):
         self.clocks.step(self.clocks.host(), name or "host access", reads, writes)
         self._note("host", name, reads, writes)
 
-    def lock(self) -> AbstractContextManager[Any]:
+    def lock(self) -> Lock:
         return ClockedLock(self.clocks)
 
     def synchronize(self) -> None:
@@ -277,14 +276,28 @@ class ClockedLock:
         self._clocks = clocks
         self._known: Clock = {}
 
+    def acquire(self, blocking: bool = True) -> bool:
+        """See `Lock.acquire`."""
+        is_taken = self._lock.acquire(blocking)
+        if is_taken:
+            self._clocks.learn(self._known)
+        return is_taken
+
+    def release(self) -> None:
+        """See `Lock.release`."""
+        self._known = self._clocks.known_to(self._clocks.host())
+        self._lock.release()
+
     def __enter__(self) -> ClockedLock:
-        self._lock.acquire()
-        self._clocks.learn(self._known)
+        self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._known = self._clocks.known_to(self._clocks.host())
-        self._lock.release()
+        self.release()
+
+    def _is_owned(self) -> bool:
+        """What `threading.Condition` asks of a re-entrant lock."""
+        return holds(self._lock)
 
 
 def known(events: Sequence[Event]) -> Iterator[Clock]:

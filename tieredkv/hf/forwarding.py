@@ -173,10 +173,8 @@ class Forwarding(Cycle):
                 self._empty()
             raise
         self._states.planned()
-        store.counters.begin_forward(new, rows)
         self._positions.accept()
-        if plan.chunks:
-            store.prefetcher.start(range(len(self._tiered)), plan.chunks)
+        planner.announce(store, plan)
         return plan
 
     def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:

@@ -110,9 +110,7 @@ class StepCache(DynamicCache):
                 member.cache.watch.saw(plan.past, member.ids.unsqueeze(0), None, None)
         frame = self._need_frame()
         if store is not None:
-            store.counters.begin_forward(frame.new, 1)
-            if frame.chunks:
-                store.prefetcher.start(range(len(store.layers)), frame.chunks)
+            planner.announce(store, frame)
         ids = torch.cat([member.ids for member in members])
         return StepInput(ids.unsqueeze(0), sent([positions], ids.device), sent(last, ids.device))
 

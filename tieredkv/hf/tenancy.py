@@ -45,7 +45,7 @@ class SharedStore:
             if self.store is None or self.kept is None:
                 self.store = make()
                 self.kept = KeptBlocks(self.store, self._policy_name)
-                self._finalizer = weakref.finalize(self, _leave, self.store, self.kept.holder)
+                self._finalizer = weakref.finalize(self, self.store.leave_when_free, self.kept.holder)
             return self.store, self.kept
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Tenancy:
     def join(self, store: BlockStore, holder: Holder, kernels: FlexKernels) -> None:
         """Take a place that was made elsewhere."""
         self.store, self.holder, self._kernels = store, holder, kernels
-        self._finalizer = weakref.finalize(self, _leave, store, holder)
+        self._finalizer = weakref.finalize(self, store.leave_when_free, holder)
         holder.priority = self._priority
         self._engine = Engine(store, kernels)
 
@@ -227,9 +227,5 @@ def _nothing_stored() -> ClosedError:
 
 def _leave(store: BlockStore, holder: Holder) -> None:
     """Let go of a cache's blocks, and of the store with the last of its caches."""
-    if threading.current_thread().name.startswith("tieredkv"):
-        # The garbage collector ran on a worker, which must not wait for itself.
-        threading.Thread(target=_leave, args=(store, holder), daemon=True, name="cleanup").start()
-        return
     with contextlib.suppress(ClosedError):
         store.leave(holder)

@@ -1,7 +1,8 @@
 """The store owns blocks apart from caches, and alone coordinates their moves.
 
-blocks: the store itself. opening: sizes and tiers. planner: begin, commit, roll back, seal a forward. reads and
-writes: where its tokens are read and written. gather: whole K/V of a layer. requests: reserve, demote, promote.
+blocks: the store itself. holders: the caches that hold blocks of it. opening: sizes and tiers. planner: begin, commit,
+roll back, seal a forward. reads and writes: where its tokens are read and written. gather: whole K/V of a layer.
+requests: reserve, demote, promote.
 
 Imports: everything to its left.
 """

@@ -5,34 +5,30 @@ does). The store hands out blocks and slots, frees what nobody refers to, makes 
 their copies are done. It never decides by how far a copy has come: only positions, counts and settings decide
 (placement.py), so that lossy codecs stay deterministic.
 
-Imports: errors, config, counters, block, codecs, device, tiers, block_table, plan, placement, inflight, transfer,
-prefetcher, moves, opening.
+Imports: errors, config, counters, block, codecs, device, tiers, plan, placement, inflight, transfer, prefetcher,
+holders, opening.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from tieredkv.block import Block, LayerGeometry
-from tieredkv.block_table import BlockTable
 from tieredkv.codecs import get_codec
-from tieredkv.config import CacheSettings, Size
+from tieredkv.config import CacheSettings
 from tieredkv.counters import Counters
-from tieredkv.device import LEDGER, Device, Event
-from tieredkv.errors import BudgetError, ClosedError, MismatchError
+from tieredkv.device import LEDGER, Device
+from tieredkv.errors import BudgetError, MismatchError
 from tieredkv.inflight import Move
 from tieredkv.placement import Candidate, leaving, leaving_order
-from tieredkv.plan import Chunk, ForwardPlan, Run, Visibility
+from tieredkv.plan import Visibility
 from tieredkv.prefetcher import Prefetcher
-from tieredkv.store.moves import MoveQueue
+from tieredkv.store.holders import Holder, Holders
 from tieredkv.store.opening import Budget, open_tiers, staging_ring
 from tieredkv.tiers import Tier
 from tieredkv.transfer import Mover
@@ -43,52 +39,7 @@ _UNUSED_TOKENS = 2**62
 """The distance from the end of a row of what is in no row: such blocks leave hot first."""
 
 
-@dataclasses.dataclass(eq=False)
-class Holder:
-    """One cache as its store sees it.
-
-    Args:
-        table: its blocks.
-        tokens: tokens of each row that are committed.
-        priority: blocks of low priority leave hot first.
-        last_access: number of its last forward.
-        plan: the forward that is under way, or None.
-        merged: leading blocks of the rows that were compared with each other.
-        exact_tokens: with a lossy codec, leading tokens that were computed from exact K and V alone; None for all.
-        keeps: not a cache, but what keeps blocks for later ones.
-        number: of the holder in its store.
-        quota_slots: hot slots for the blocks that it alone holds, or None for no limit.
-        moves_left: blocks that may be copied down ahead of need; grows with each of its forwards.
-        reads: where its last forward read, and what that was worked out from.
-        padding: tokens on the left of each row that the last attention did not see, which the next step need not
-            stream; None where there are none. `steady` sees to it that no attention misses what it does see.
-    """
-
-    table: BlockTable
-    tokens: int = 0
-    priority: int = 0
-    last_access: int = 0
-    plan: ForwardPlan | None = None
-    merged: int = 0
-    exact_tokens: int | None = None
-    keeps: bool = False
-    number: int = 0
-    quota_slots: int | None = None
-    moves_left: int = 0
-    reads: tuple[tuple[object, ...], tuple[Run, ...], tuple[Run, ...], tuple[Chunk, ...]] | None = None
-    padding: tuple[int, ...] | None = None
-
-    def own_hot_slots(self) -> int:
-        """Hot slots of blocks that nobody else holds."""
-        entries = Counter(block.id for row in self.table for block in row if block.hot is not None)
-        return sum(entries[block.id] == block.refs for block in self.table.blocks())
-
-    def surplus(self, more: int) -> int:
-        """How many of its own blocks have to leave hot so that `more` come within its quota; negative with room."""
-        return -more if self.quota_slots is None else self.own_hot_slots() + more - self.quota_slots
-
-
-class BlockStore(MoveQueue):
+class BlockStore(Holders):
     """Blocks of one model in up to three tiers, device memory in two forms.
 
     Args:
@@ -142,61 +93,12 @@ class BlockStore(MoveQueue):
         )
         ring = staging_ring(self.budget, settings, self.layers, self.mover, self.codec, device)
         self.prefetcher = Prefetcher(device, self.mover, ring, self.counters)
-        self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
-        self.through: dict[int, list[Event]] = {}
-        self.decoded: set[int] = set()
         self.give_up_kept: Callable[[int], int] | None = None
         self._used_hot: set[int] = set()
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._ids = itertools.count()
-        self._numbers = itertools.count()
-        self._pid = os.getpid()
-        self._closed = False
 
-    # ---- holders and blocks
-
-    @property
-    def holders(self) -> list[Holder]:
-        """All that have not left, oldest first: a list of its own, as another may come or leave at any moment."""
-        return [holder for reference in self._holders.valuerefs() if (holder := reference()) is not None]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are several holders; asked in each layer, so without a list of them."""
-        return len(self._holders) > 1
-
-    def holder(self) -> Holder:
-        """A new holder without rows."""
-        holder = Holder(BlockTable(self.block_size, self.release), number=next(self._numbers))
-        quota = self.settings.hot_quota
-        if quota is not None:
-            token_bytes = self.hot.slot_bytes // self.block_size
-            holder.quota_slots = Size.parse(quota).resolve(token_bytes, self.budget.rows) // self.hot.slot_bytes
-        with self.lock:
-            self._holders[holder.number] = holder
-        return holder
-
-    def fork(self, holder: Holder) -> Holder:
-        """A second holder of the same blocks; whoever writes into a shared block first copies it."""
-        with self.lock:
-            twin = dataclasses.replace(holder, table=holder.table.fork(), plan=None, number=next(self._numbers))
-            self._holders[twin.number] = twin
-            return twin
-
-    def leave(self, holder: Holder) -> None:
-        """A cache is done: free its blocks, and close with the last holder. May be called again."""
-        if not self._closed:
-            self.check_usable()  # before the lock, which a fork may have left held
-        with self.lock:
-            if self._closed:
-                return
-            self._holders.pop(holder.number, None)
-            holder.plan = None
-            try:
-                holder.table.clear()
-            finally:
-                if not self.holders:
-                    self.close()
+    # ---- blocks
 
     def new_block(self, *, hot: int | None = None) -> Block:
         """A new unsealed block, with one reference."""
@@ -253,19 +155,6 @@ class BlockStore(MoveQueue):
     def note_hot_use(self, slots: Sequence[int]) -> None:
         """Whole blocks are about to be written into these slots: they are cleaned before they hold less than that."""
         self._used_hot.update(slots)
-
-    def release(self, block: Block) -> None:
-        """The last reference to a block went away: free its slots, now or when the copies that use them are done."""
-        with self.lock:
-            self.version += 1
-            self.decoded.discard(block.id)
-            try:
-                for event in self.through.pop(block.id, [])[-1:]:  # one stream: the last comes after the others
-                    with contextlib.suppress(Exception):  # it was told to the forward that wrote it
-                        event.wait()
-            finally:
-                if block.id not in self._moving:
-                    self._free_slots(block)
 
     # ---- room in hot
 
@@ -342,25 +231,6 @@ class BlockStore(MoveQueue):
         return self._queue_all(blocks, "below", [("hot", slots)], reason)
 
     # ---- end
-
-    def check_usable(self) -> None:
-        """Refuse a store that was closed, or that belongs to the parent of this process.
-
-        Raises:
-            ClosedError: either.
-        """
-        if self._closed or os.getpid() != self._pid:
-            raise ClosedError(
-                "The cache cannot be used.",
-                wanted="an open cache in the process that made it",
-                got="a closed one" if self._closed else "a fork of it",
-                change="make a new cache; to move one to another process use pickle",
-            )
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def close(self) -> None:
         """Wait for copies, give all memory and files back. May be called again."""

@@ -78,6 +78,14 @@ def begin(store: BlockStore, holder: Holder, new: int, *, settled: bool = False)
         return holder.plan
 
 
+def announce(store: BlockStore, plan: ForwardPlan) -> None:
+    """A planned forward begins: it is counted, and what it streams is read ahead."""
+    with store.lock:  # a cache that is dropped meanwhile leaves afterwards, and what was read ahead for it stays
+        store.counters.begin_forward(plan.new, plan.rows)
+        if plan.chunks:
+            store.prefetcher.start(range(len(store.layers)), plan.chunks)
+
+
 def commit(store: BlockStore, holder: Holder) -> None:
     """Make the forward's tokens count. Waits until what was written straight to lower tiers has arrived.
 
@@ -132,6 +140,7 @@ def crop(store: BlockStore, holder: Holder, tokens: int) -> None:
 def settle(store: BlockStore, holder: Holder) -> None:
     """Seal full blocks, write down what is outside the window, and hold the watermark."""
     with store.lock:
+        store.let_dropped_go()
         # Of other caches too: one that rests after its last forward must not keep the others out of hot.
         sealed = any([_seal(each, store.block_size) for each in store.holders])
         merge_rows(store, holder)

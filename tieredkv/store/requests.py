@@ -21,13 +21,17 @@ def reserve(store: BlockStore, holder: Holder | None, tokens: int) -> None:
 
     Args:
         store: of the blocks.
-        holder: the cache, or None for one that has no place in the store yet.
+        holder: the cache, or None for one that has no place in the store yet; then a store that is closed, and with it
+            what the tokens could be compared with, refuses nothing.
         tokens: of each row, those that are there included.
 
     Raises:
         BudgetError: they do not; says by how much.
     """
     with store.lock:
+        store.let_dropped_go()
+        if holder is None and store.is_closed:
+            return
         store.wait_all()
         holder = holder or store.holder()  # gone at the end of this call
         rows, size = max(len(holder.table), 1), store.block_size
