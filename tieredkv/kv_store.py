@@ -135,7 +135,8 @@ class KVStore:
         self._counts = dict.fromkeys(("caches", "asked_tokens", "attached_tokens", "refused"), 0)
         self._closed = False
         self._attachment.select()
-        self._unhook = weakref.finalize(self, _remove, watch(model))
+        self._hooks = watch(model)
+        self._unhooking = weakref.finalize(self, _remove, self._hooks)
         if self.refusal is not None:
             logger.warning("tieredkv: no prefixes are shared: %s", self.refusal)
 
@@ -251,17 +252,16 @@ class KVStore:
     def close(self) -> None:
         """Let go of the blocks, and give the model its attention implementation back. Caches that are open go on.
 
-        May be called again.
+        May be called again: what Ctrl-C broke off is done then.
         """
-        if self._closed:
-            return
         self._closed = True
-        self._unhook()
-        self._attachment.restore()
-        if self._shared.kept is not None:
-            self._shared.kept.close()
-        self._shared.close()
-        self._published.close()
+        with contextlib.ExitStack() as steps:
+            # From the last to the first, and each of them whatever comes of those before.
+            steps.callback(self._published.close)
+            steps.callback(self._shared.close)
+            steps.callback(self._attachment.restore)
+            steps.callback(self._unhooking.detach)
+            steps.callback(_remove, self._hooks)
 
     def __enter__(self) -> KVStore:
         return self

@@ -5,6 +5,7 @@ The model may be a copy, the cache may be one that was restored by value, and ot
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support import BASE, assert_close, feed, oracle, small, tiny, tokens
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PretrainedConfig
 
 import tieredkv
 from tieredkv.errors import HandleError, MismatchError, TrainingModeError
@@ -181,7 +182,16 @@ def test_a_copied_or_pickled_model_carries_nothing_of_the_caches() -> None:
     assert implementation(other) == "eager"
 
 
-def test_each_part_of_a_model_gets_its_own_attention_back() -> None:
+class Stopped(BaseException):
+    """As Ctrl-C."""
+
+
+@pytest.mark.parametrize("then", ["it is closed again", "another comes"])
+@pytest.mark.parametrize("broken_off", [0, 1, 2, 3, 4, 5])
+def test_each_part_of_a_model_gets_its_own_attention_back(
+    monkeypatch: pytest.MonkeyPatch, broken_off: int, then: str
+) -> None:
+    """Also where closing is broken off after so many of them were set, and done again."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(
         text_config=BASE | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -194,7 +204,22 @@ def test_each_part_of_a_model_gets_its_own_attention_back() -> None:
     chosen = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
     model: Any = Gemma3ForConditionalGeneration._from_config(config, attn_implementation=chosen)
     parts = (model.config, model.config.text_config, model.config.vision_config)
-    tieredkv.TieredCache(model, **SIZES).close()
+    cache, chosen_for = tieredkv.TieredCache(model, **SIZES), PretrainedConfig._attn_implementation
+    times = [0]
+
+    def chosen_once(config: Any, name: Any) -> None:
+        times[0] += 1
+        if times[0] == broken_off:
+            raise Stopped
+        chosen_for.fset(config, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PretrainedConfig, "_attn_implementation", property(chosen_for.fget, chosen_once))
+        with pytest.raises(Stopped) if broken_off else contextlib.nullcontext():
+            cache.close()
+    if then == "another comes":
+        tieredkv.TieredCache(model, **SIZES).close()
+    cache.close()
     assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
 
 

@@ -26,6 +26,7 @@ class Selection:
         self._lock = threading.Lock()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._previous: list[tuple[Any, str | None]] = []
+        self._due: list[tuple[Any, str | None]] = []  # what the model is to have again, from when the last one left
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model has no caches, and whoever loads it need not have this package.
@@ -49,6 +50,8 @@ class Selection:
             config: the config of its decoder.
         """
         with self._lock:
+            if self._due:  # Ctrl-C broke the last one's leaving off
+                self._give_back()
             if seam.implementation_of(config) != seam.NAME:
                 previous = [(part, seam.implementation_of(part)) for part in _configs(_inner(model))]
                 model.set_attn_implementation(seam.NAME)
@@ -67,13 +70,18 @@ class Selection:
         with self._lock:
             if user not in self._users:
                 return
-            self._users.discard(user)
-            if self._users:
-                return
+            if all(other is user for other in self._users):
+                self._give_back()
+            self._users.discard(user)  # afterwards: what Ctrl-C broke off is done by the next call
+
+    def _give_back(self) -> None:
+        if self._previous:
             now = [(config, seam.implementation_of(config), previous) for config, previous in self._previous]
+            self._due = [(config, previous if name == seam.NAME else name) for config, name, previous in now]
             self._previous = []
-            for config, current, previous in now:  # from the outermost on, as setting one sets all inside it
-                config._attn_implementation = previous if current == seam.NAME else current
+        for config, implementation in self._due:  # from the outermost on, as setting one sets all inside it
+            config._attn_implementation = implementation
+        self._due = []
 
 
 def _inner(model: Any) -> Any:

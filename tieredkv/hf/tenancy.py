@@ -51,7 +51,7 @@ class SharedStore:
     def close(self) -> None:
         """Let go of the blocks that are kept; the store closes with the last cache. May be called again."""
         if self.store is not None and self.kept is not None and self._finalizer.alive:
-            _leave(self.store, self.kept.holder)
+            self.kept.close()
             self._finalizer.detach()  # afterwards: what Ctrl-C broke off is done by the next call, or at the end
 
 

@@ -110,5 +110,5 @@ class KeptBlocks:
             self._store.check_usable()  # before the lock, which a fork may have left held
             with self._store.lock:
                 self._closed, self._store.give_up_kept = True, None
-                for name in list(self._blocks):
-                    self.forget(name)
+                self._blocks.clear()
+                self._store.leave(self.holder)
