@@ -12,6 +12,7 @@ import pytest
 import torch
 from durable_support import IDENTITY, chain, hashes, holds, opened, publish
 
+from tieredkv.durable.ahead import ReadAhead
 from tieredkv.durable.deadline import MOST_CALLS, TimedCalls
 from tieredkv.errors import ColdTierError
 
@@ -174,3 +175,102 @@ def test_the_next_piece_is_read_while_the_caller_works_on_one(
     assert reads == 2
     for piece, right in zip(store.read_all(hashes(RECORDS)), wanted, strict=True):
         assert torch.equal(piece.rows[0], right)
+
+
+class Stopped(BaseException):
+    """As Ctrl-C."""
+
+
+def stopped_once(function: Callable[..., None], *, after: bool) -> Callable[..., None]:
+    """`Thread.start` or `Thread.__init__`, but Ctrl-C comes before it does anything, or when it is done."""
+
+    def interrupted(self: threading.Thread, *args: object, **keywords: object) -> None:
+        if not after:
+            raise Stopped
+        function(self, *args, **keywords)
+        raise Stopped
+
+    return interrupted
+
+
+@pytest.mark.parametrize(("what", "after"), [("__init__", False), ("__init__", True), ("start", False)])
+def test_a_call_that_is_broken_off_before_it_begins_takes_no_place(
+    monkeypatch: pytest.MonkeyPatch, what: str, after: bool
+) -> None:
+    calls = TimedCalls(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, what, stopped_once(getattr(threading.Thread, what), after=after))
+        for _ in range(MOST_CALLS + 1):
+            with pytest.raises(Stopped):
+                calls.start(lambda: None)
+    assert calls.run(lambda: 1) == 1
+
+
+def test_a_call_that_is_broken_off_when_it_has_begun_has_its_place_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, gate, begun = TimedCalls(60), threading.Event(), threading.Semaphore(0)
+    before = set(threading.enumerate())
+
+    def hang() -> None:
+        begun.release()
+        gate.wait(60)
+
+    start = threading.Thread.start
+
+    def started_and_stopped(self: threading.Thread) -> None:
+        start(self)
+        begun.acquire()
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started_and_stopped)
+        for _ in range(MOST_CALLS):
+            with pytest.raises(Stopped):
+                calls.start(hang)
+    with pytest.raises(TimeoutError, match="earlier calls"):
+        calls.start(lambda: None)
+    gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+    assert [calls.run(lambda: 1) for _ in range(MOST_CALLS + 1)] == [1] * (MOST_CALLS + 1)
+
+
+def test_a_call_that_is_given_up_before_its_thread_comes_to_it_is_not_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C between the start of a thread and its first line: nobody waits for what it would do."""
+    calls, done, threads = TimedCalls(60), list[int](), list[threading.Thread]()
+
+    def kept(self: threading.Thread) -> None:
+        threads.append(self)
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", kept)
+        with pytest.raises(Stopped):
+            calls.start(lambda: done.append(1))
+    for thread in threads:
+        thread.start()
+        thread.join(20)
+    assert not done
+    assert [calls.run(lambda: 1) for _ in range(MOST_CALLS + 1)] == [1] * (MOST_CALLS + 1)
+
+
+def test_reading_ahead_that_is_broken_off_at_its_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, begun = TimedCalls(60), threading.Event()
+    threads, start = list[threading.Thread](), threading.Thread.start
+
+    def started_and_stopped(self: threading.Thread) -> None:
+        threads.append(self)
+        start(self)
+        begun.wait(20)
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started_and_stopped)
+        with pytest.raises(Stopped):
+            ReadAhead(calls, [begun.set, lambda: None, lambda: None], ahead=1)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "it waits for a step that nobody asks for"

@@ -32,7 +32,12 @@ class ReadAhead:
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._allowed = threading.Semaphore(ahead)
         self._stopped = False
-        self._call = calls.start(self._run)
+        try:
+            self._call = calls.start(self._run)
+        except BaseException:  # Ctrl-C, when the thread may be at it already, and nobody is there to stop it
+            self._stopped = True
+            self._allowed.release()
+            raise
 
     def wait(self, seconds: float | None) -> None:
         """Until the next step is done; from here on one more may be begun. Raises what the step raised.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ class TimedCalls:
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        self._free = threading.BoundedSemaphore(MOST_CALLS)
+        self._lock = threading.Lock()
+        self._begun: set[Future[Any]] = set()
 
     def run(self, call: Callable[[], T]) -> T:
         """What `call` returns or raises.
@@ -43,24 +44,32 @@ class TimedCalls:
         Raises:
             TimeoutError: too many earlier calls hang, or no thread can be started.
         """
-        if self.seconds is not None and not self._free.acquire(blocking=False):
-            raise TimeoutError(f"{MOST_CALLS} earlier calls still wait for the disk")
         future: Future[T] = Future()
         try:
+            self._begin(future)
             threading.Thread(target=self._carry_out, args=(call, future), name="tieredkv-read", daemon=True).start()
-        except RuntimeError as cause:  # no more threads
-            self._end()
-            raise TimeoutError("no thread can be started") from cause
+        except BaseException as cause:
+            if future.cancel():  # else its thread is at it, and ends it
+                self._begun.discard(future)
+            if isinstance(cause, RuntimeError):  # no more threads
+                raise TimeoutError("no thread can be started") from cause
+            raise
         return future
 
-    def _carry_out(self, call: Callable[[], T], future: Future[T]) -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # it belongs to the one who waits
-            future.set_exception(error)
-        finally:
-            self._end()
+    def _begin(self, future: Future[T]) -> None:
+        with self._lock:
+            if self.seconds is not None and len(self._begun) >= MOST_CALLS:
+                raise TimeoutError(f"{MOST_CALLS} earlier calls still wait for the disk")
+            self._begun.add(future)
 
-    def _end(self) -> None:
-        if self.seconds is not None:
-            self._free.release()
+    def _carry_out(self, call: Callable[[], T], future: Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:  # it belongs to the one who waits
+            self._begun.discard(future)
+            future.set_exception(error)
+        else:
+            self._begun.discard(future)
+            future.set_result(result)
