@@ -164,3 +164,18 @@ def test_a_context_that_fits_nowhere_says_what_to_enlarge() -> None:
     with cache_of(model) as cache, pytest.raises(BudgetError, match="warm=") as caught:
         feed(model, tokens(900), cache)
     assert caught.value.tier == "warm"
+
+
+def test_a_refusal_names_a_setting_there_is() -> None:
+    """What is packed lies in the room of hot."""
+    model = tiny(**DIMS)
+    with cache_of(model) as cache:
+        feed(model, tokens(120), cache)
+        with pytest.raises(BudgetError, match="enlarge hot=") as caught:
+            cache.reserve(2000)
+        assert caught.value.tier == "hot"
+    with cache_of(model, warm="300 tokens") as cache:
+        feed(model, tokens(480), cache)
+        with pytest.raises(BudgetError, match=r"fit in packed.* enlarge hot=") as caught:
+            cache.demote("packed")
+        assert caught.value.tier == "hot"

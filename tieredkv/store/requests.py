@@ -44,7 +44,7 @@ def reserve(store: BlockStore, holder: Holder | None, tokens: int) -> None:
             room = _room(store, holder)
         if needed > room:
             block_bytes = store.hot.slot_bytes
-            tier = (store.lower_tiers() or ["hot"])[-1]
+            tier = _setting_of((store.lower_tiers() or ["hot"])[-1])
             raise BudgetError(
                 f"{tokens} tokens of {rows} rows do not fit in all tiers together.",
                 wanted=f"{needed * block_bytes} more bytes ({needed} blocks)",
@@ -61,6 +61,11 @@ def _room(store: BlockStore, holder: Holder) -> int:
     if holder.quota_slots is not None:
         free = min(free, max(holder.quota_slots - holder.own_hot_slots(), 0))
     return free + store.lower_free() + duplicates
+
+
+def _setting_of(tier: str) -> str:
+    """The setting that gives a tier its room: what is packed lies in the room of hot."""
+    return "hot" if tier == "packed" else tier
 
 
 def demote(store: BlockStore, holder: Holder, tier: str) -> int:
@@ -91,8 +96,8 @@ def demote(store: BlockStore, holder: Holder, tier: str) -> int:
                 f"The blocks do not fit in {tier}.",
                 wanted=f"{len(fresh)} free slots of {store.tiers[tier].slot_bytes} bytes",
                 got=f"{room} free",
-                change=f"enlarge {tier}=",
-                tier=tier,
+                change=f"enlarge {_setting_of(tier)}=",
+                tier=_setting_of(tier),
             )
         for source in ("hot", *above):
             some = [block for block in fresh if _source(block, above) == source]
