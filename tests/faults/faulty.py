@@ -19,17 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from tieredkv.block import Block, Planes
+from tieredkv.block import LOWER, Block, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.store import BlockStore
 from tieredkv.tiers import Tier, pack_rows, unpack_rows
+from tieredkv.transfer import Move, Mover
 
 Row = np.ndarray[Any, np.dtype[np.uint8]]
 """One block of one layer as bytes, in row order."""
 
 Key = tuple[str, int, int]
 """(tier, layer, slot)."""
+
+IN_MEMORY = ("packed", "warm")
+"""Tiers that compare what was written as soon as it has arrived."""
 
 KINDS = ("bit", "bits", "signs", "lanes", "truncated", "torn", "swapped", "stale", "foreign")
 
@@ -85,6 +89,7 @@ class Faults:
         self._lasting: dict[Key, tuple[str, str]] = {}  # (crossing, kind) of bytes that lie wrong in a tier
         self._cut: set[Key] = set()
         self._gone: set[Key] = set()
+        self._ways: dict[int | tuple[str, int], str] = {}  # of the last move of a block, and out of a slot
         self.injected: Counter[tuple[str, str]] = Counter()  # by (crossing, kind), once handed over
         self.handed_over_wrong = 0
         self.refused = 0
@@ -101,7 +106,7 @@ class Faults:
     def into(self, store: BlockStore) -> None:
         """Put a faulty tier in front of each lower tier of a store at rest; writes say what they are for."""
         staging = {buffer.memory.untyped_storage().data_ptr() for buffer in store.prefetcher._buffers}
-        for role in ("warm", "cold"):
+        for role in LOWER:
             if role in store.tiers:
                 inner = store.tiers[role]
                 self.tiers[role] = Faulty(inner, self, staging)
@@ -110,15 +115,7 @@ class Faults:
                 for layer in range(len(inner.layers)):
                     for slot, row in zip(slots, self.tiers[role].rows(layer, slots), strict=True):
                         self._right[(role, layer, slot)], self._old[(role, layer, slot)] = row, np.zeros_like(row)
-        real = store.mover._store
-
-        def labelled(layer: int, blocks: Sequence[Block], target: str, *rest: Any, born: bool) -> None:
-            through = born and blocks[0].hot is None
-            source = "warm" if not born else "through" if through else "hot"
-            self._local.crossing = f"{source} -> {target}"
-            real(layer, blocks, target, *rest, born=born)
-
-        store.mover._store = labelled  # type: ignore[method-assign]
+        self._label(store.mover)
         tell = store._lower_failed
 
         def counted(target: str, failure: Exception) -> None:
@@ -126,6 +123,25 @@ class Faults:
             tell(target, failure)
 
         store._lower_failed = counted  # type: ignore[method-assign]
+
+    def _label(self, mover: Mover) -> None:
+        """Know of each copy on its way down which crossing it is."""
+        demote, store = mover.demote, mover._store
+
+        def demotes(blocks: Sequence[Block], source: str, target: str, *rest: Any) -> Move:
+            for block in blocks:
+                self._ways[block.id] = self._ways[source, getattr(block, source)] = f"{source} -> {target}"
+            return demote(blocks, source, target, *rest)
+
+        def stores(layer: int, blocks: Sequence[Block], target: str, *rest: Any, **keywords: Any) -> None:
+            self._local.crossing = self._ways.get(blocks[0].id, f"through -> {target}")
+            store(layer, blocks, target, *rest, **keywords)
+
+        mover.demote, mover._store = demotes, stores  # type: ignore[method-assign]
+
+    def way_out_of(self, role: str, slot: int) -> str:
+        """The crossing of the move that reads a slot."""
+        return self._ways[role, slot]
 
     def written(self, role: str, layer: int, slots: Sequence[int], rows: Row) -> None:
         """Take note of right rows [n, row_bytes] on their way into a tier, and spoil some of them in place."""
@@ -248,7 +264,7 @@ class Faults:
                     self.injected[(crossing, kind)] += 1
                 if not lasting:
                     self._next[one] = "wrong" if asked is None and rng.random() < twice else "right"
-        if lasting and spoiled and role == "warm":
+        if lasting and spoiled and role in IN_MEMORY:
             self._next |= {(role, layer, slot): "right" for slot in slots}  # all of them are written again
 
     def _other(self, key: Key, rng: random.Random) -> Row:
@@ -268,6 +284,11 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    @property
+    def __class__(self) -> Any:
+        """Copies ask whether a tier lies on the device: they are told of the inner one."""
+        return type(self._inner)
+
     def write(self, layer: int, slots: Sequence[int], planes: Planes, **_: Any) -> None:
         spec = self._inner.layers[layer]
         rows = torch.empty((len(slots), sum(p.block_bytes for p in spec)), dtype=torch.uint8)
@@ -276,8 +297,8 @@ class Faulty:
         out = tuple(plane.empty(len(slots)) for plane in spec)
         unpack_rows(spec, rows, out)
         self._inner.write(layer, slots, out)
-        if self._inner.role == "warm":
-            self._faults.arrived("warm", layer, slots)
+        if self._inner.role in IN_MEMORY:
+            self._faults.arrived(self._inner.role, layer, slots)
 
     def read(self, layer: int, slots: Sequence[int], out: Planes, **_: Any) -> None:
         try:
@@ -286,7 +307,7 @@ class Faulty:
             self._faults.refuse(layer, slots)
             raise
         if threading.current_thread().name == "tieredkv-down":
-            crossing = "warm -> cold"
+            crossing = self._faults.way_out_of(self._inner.role, slots[0])
         elif out[0].untyped_storage().data_ptr() in self._staging:
             crossing = f"{self._inner.role} -> staging ({self._faults.way})"
         else:
@@ -315,7 +336,7 @@ class Faulty:
 
     def put(self, layer: int, slot: int, row: Row) -> None:
         """Write bytes into the medium itself, past everything."""
-        if self._inner.role == "warm":
+        if self._inner.role in IN_MEMORY:
             views = self._inner.run(layer, slot, 1)
             assert views is not None
             unpack_rows(self._inner.layers[layer], torch.from_numpy(row.copy())[None], views)

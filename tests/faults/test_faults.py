@@ -42,6 +42,7 @@ class Setting:
     verify: str = "always"
     simulated: bool = False
     in_place: bool = False
+    packed: bool = False
 
 
 SETTINGS = (
@@ -51,6 +52,9 @@ SETTINGS = (
     Setting(codec="int8"),
     Setting(way="gather", codec="int4", simulated=True),
     Setting(in_place=True),
+    Setting(codec="int8", packed=True),
+    Setting(way="gather", codec="int4", packed=True),
+    Setting(codec="fp8", packed=True, simulated=True),
 )
 
 
@@ -61,7 +65,7 @@ class Trial:
         self, seed: int, folder: Path, setting: Setting, strangers: dict[int, list[Row]], **rates: float
     ) -> None:
         self.setting, self.rng = setting, random.Random(seed)
-        self.model, self.ids = tiny(**DIMS), tokens(PROMPT + STEPS * 4 + 64, seed=seed)
+        self.model, self.ids = tiny(**DIMS), tokens(PROMPT + STEPS * 4 + 128, seed=seed)
         self.device = SimulatedAccelerator(seed=seed, max_delay_seconds=0.0005) if setting.simulated else CpuDevice()
         self.faults = Faults(
             seed, **{"read_rate": 0.15, "write_rate": 0.12, "twice": 0.03, **rates}, strangers=strangers
@@ -84,6 +88,8 @@ class Trial:
             read_in_place=self.setting.in_place, verify=self.setting.verify, chunk_tokens=64
         )
         changes = {"warm": "112 tokens", "codec": self.setting.codec, "settings": settings, "device": device}
+        if self.setting.packed:
+            changes |= {"hot": "128 tokens", "hot_codec": self.setting.codec}
         return small(self.model.config, folder, **changes)
 
     def forward(self, count: int) -> None:
@@ -139,7 +145,7 @@ class Trial:
         with store.lock:
             store.wait_all()
             store.prefetcher.flush()
-        roles = ["cold"] if self.setting.in_place else ["warm", "cold"]
+        roles = [role for role in self.faults.tiers if role != "warm" or not self.setting.in_place]
         blocks = [b for h in store.holders for row in h.table for b in row]
         for role in roles:
             slots = [getattr(b, role) for b in blocks if getattr(b, role) is not None]
@@ -178,6 +184,10 @@ class Trial:
             if round_number == 0:
                 self.both(lambda c: c.demote("warm"), may_not_fit=True)
                 self.promote()
+                if self.setting.packed:
+                    self.forward(64)  # packed has room again
+                    self.both(lambda c: c.demote("packed"), may_not_fit=True)
+                    self.promote()
             elif round_number == 1:
                 self.both(lambda c: c.demote("cold"))
                 self.promote()
@@ -191,7 +201,7 @@ class Trial:
         self.faults.read_rate = self.faults.write_rate = 0.0
         self.whole()
         for key in self.faults.lasting:
-            if key[0] == "warm":
+            if key[0] != "cold":
                 self.faults.repair(key)  # below a hot copy, and never read
         self.both(lambda c: c.demote("cold"))  # hot copies do not hide what lies wrong in a file
         self.whole()
@@ -247,6 +257,14 @@ def campaign(folder: Path, faults: int, seed: int) -> tuple[Counter[tuple[str, s
 
 
 CROSSINGS = {
+    "through -> packed",
+    "hot -> packed",
+    "packed -> warm",
+    "packed -> cold",
+    "packed -> staging (blocks)",
+    "packed -> staging (gather)",
+    "packed -> hot",
+    "at rest in packed",
     "through -> warm",
     "through -> cold",
     "hot -> warm",
@@ -266,6 +284,8 @@ def check_coverage(injected: Counter[tuple[str, str]]) -> None:
     by_crossing, by_kind = totals(injected)
     assert set(by_crossing) >= CROSSINGS, CROSSINGS - set(by_crossing)
     assert set(by_kind) >= set(KINDS), set(KINDS) - set(by_kind)
+    in_packed = {kind for crossing, kind in injected if "packed" in crossing}
+    assert in_packed >= set(KINDS), set(KINDS) - in_packed
 
 
 def test_no_fault_is_believed(tmp_path: Path) -> None:
