@@ -19,6 +19,8 @@ from tieredkv.device import CpuDevice, Event
 from tieredkv.inflight import Move
 from tieredkv.plan import ForwardPlan
 from tieredkv.store import BlockStore, Holder, blocks, planner, read_layer, requests, write
+from tieredkv.store.kept import KeptBlocks
+from tieredkv.store.restore import Restore
 
 BLOCK, HEADS, DIM = 16, 1, 4
 LAYER = LayerGeometry(HEADS, DIM, DIM, torch.float32)
@@ -41,7 +43,7 @@ def values(past: int, new: int) -> torch.Tensor:
 
 def forward(store: BlockStore, holder: Holder, new: int) -> ForwardPlan:
     plan = planner.begin(store, holder, new)
-    k = values(plan.past, new)
+    k = values(plan.past, new).repeat(plan.rows, 1, 1, 1)
     write(store, plan, 0, k, -k)
     plan.updated.add(0)
     planner.commit(store, holder)
@@ -224,3 +226,65 @@ def test_a_copy_may_be_collected_while_another_makes_room(
     assert freed[0] > 2
     assert store.holders == [holder]
     check(store, holder)
+
+
+def test_what_is_let_go_while_it_is_copied_makes_room_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks kept for later caches: a forward that needs the room of all of them is not refused."""
+    store, holder = make(write_down_at=0.1, watermark=1.0, warm=f"{2 * BLOCK} tokens")
+    forward(store, holder, 8 * BLOCK)
+    kept = KeptBlocks(store, "lru")
+    monkeypatch.setattr(store.device.down, "submit", late(store.device.down.submit, 0.2))
+    forward(store, holder, 1)
+    assert store._moving, "nothing is on its way"
+    kept.add([str(number) for number in range(8)], holder.table.rows[0][:8])
+    planner.crop(store, holder, 0)
+    room = store.hot.slots.total + 2
+    forward(store, holder, room * BLOCK)
+    assert kept.evicted == 8 and len(holder.table.rows[0]) == room
+    check(store, holder)
+
+
+def test_room_for_what_comes_back_does_not_depend_on_a_copy_of_freed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = []
+    for delay_seconds in (0.0, 0.2):
+        store, holder = make(write_down_at=0.1, warm=f"{6 * BLOCK} tokens")
+        forward(store, holder, 8 * BLOCK)
+        monkeypatch.setattr(store.device.down, "submit", late(store.device.down.submit, delay_seconds))
+        forward(store, holder, 1)
+        assert store._moving
+        if not delay_seconds:
+            store.device.synchronize()
+        forward(store, holder, 1)
+        assert bool(store._moving) == bool(delay_seconds)
+        planner.crop(store, holder, 0)
+        with Restore(store, [str(number) for number in range(30)], [(0,)] * 30) as loading:
+            rooms.append(loading.room)
+        check(store, holder)
+    assert rooms[0] == rooms[1] == 6 + int(0.85 * 13)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_which_rows_share_a_block_does_not_depend_on_a_copy(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """With a lossy codec a hot block is exact: what it shares decides which bits are read.
+
+    Another cache's forwards have the first block of both rows written down, and that of one row leave hot.
+    """
+    found = []
+    for delay_seconds in (0.0, 0.2):
+        store, holder = make(codec=codec, queue_blocks=1, write_down_at=0.1, watermark=0.5)
+        holder.table.rows, other = [[], []], store.holder()
+        other.table.rows = [[]]
+        forward(store, holder, 3 * BLOCK)
+        monkeypatch.setattr(store.device.down, "submit", late(store.device.down.submit, delay_seconds))
+        forward(store, other, BLOCK)
+        if not delay_seconds:
+            store.device.synchronize()
+        forward(store, other, 1)
+        first = [row[0] for row in holder.table]
+        assert [block.hot is None for block in first] == [True, False]
+        assert store.is_moving(first[1]) == bool(delay_seconds)
+        forward(store, holder, 1)
+        found.append([one is another for one, another in zip(*holder.table.rows, strict=True)])
+        audit_store(store)
+        store.close()
+    assert found[0] == found[1] == [True, True, True, False]

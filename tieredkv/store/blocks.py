@@ -177,7 +177,10 @@ class BlockStore(Holders):
 
     def reclaim(self, blocks: int) -> int:
         """Free blocks that are kept for later caches and that none uses; returns how many went."""
-        return 0 if self.give_up_kept is None else self.give_up_kept(blocks)
+        gone = 0 if self.give_up_kept is None else self.give_up_kept(blocks)
+        if gone:
+            self.poll()  # what was being copied has its slots until then
+        return gone
 
     def leave_hot(self, blocks: Sequence[Block], reason: str) -> int:
         """Make blocks leave hot, and return how many did: those without a copy below are copied first.

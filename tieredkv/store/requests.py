@@ -151,6 +151,7 @@ def expect(store: BlockStore, holder: Holder, coming_tokens: int) -> None:
         coming_tokens: new ones of each row.
     """
     with store.lock:
+        store.let_dropped_go()
         coming = -(-coming_tokens // store.block_size) * len(holder.table)
         _bring_up(store, _copied(store, holder), _room_above(store, holder) - coming)
 

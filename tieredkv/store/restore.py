@@ -197,6 +197,7 @@ class Restore:
 def _take(store: BlockStore, wanted: int, places: list[tuple[str, int]]) -> None:
     """Add slots in memory: hot up to the watermark, where the codec is exact; then below. Idle blocks make way."""
     store.let_dropped_go()
+    store.poll()
     while (missing := wanted - sum(_room(store).values())) > 0 and store.reclaim(missing):
         pass
     for role, room in _room(store).items():

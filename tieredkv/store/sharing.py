@@ -72,7 +72,10 @@ def _comparable(store: BlockStore, one: Block, other: Block) -> tuple[str, str] 
     """A tier for each of them where both lie in the same encoding; memory before disk."""
     if one.hot is not None and other.hot is not None and not {one.id, other.id} & store.decoded:
         return ("hot", "hot")
-    roles = TIERS if store.codec.lossless else LOWER
+    roles = TIERS
+    if not store.codec.lossless:
+        store.wait_for((one, other))  # else it would depend on a copy whether the two, and so their bits, are shared
+        roles = LOWER
     first = next((role for role in roles if getattr(one, role) is not None), None)
     second = next((role for role in roles if getattr(other, role) is not None), None)
     return None if first is None or second is None else (first, second)
