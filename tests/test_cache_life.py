@@ -29,7 +29,7 @@ from support import (
 )
 
 import tieredkv
-from tieredkv.device import SimulatedAccelerator
+from tieredkv.device import LEDGER, SimulatedAccelerator
 from tieredkv.errors import ClosedError
 
 
@@ -114,6 +114,15 @@ def test_a_closed_cache_refuses(cold_dir: Path, use: str) -> None:
     with pytest.raises(ClosedError):
         uses[use]()
     assert repr(cache)
+
+
+def test_a_cache_that_was_closed_before_its_first_forward_makes_no_store() -> None:
+    model = tiny()
+    cache, promised = small(model.config, None, warm="200 tokens"), LEDGER.promised_bytes("cpu")
+    cache.close()
+    with pytest.raises(ClosedError, match="The cache is closed"):
+        feed(model, tokens(10), cache)
+    assert cache.parts().store is None and LEDGER.promised_bytes("cpu") == promised
 
 
 def test_closing_frees_memory_and_files(cold_dir: Path) -> None:

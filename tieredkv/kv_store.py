@@ -250,9 +250,10 @@ class KVStore:
         )
 
     def close(self) -> None:
-        """Let go of the blocks, and give the model its attention implementation back. Caches that are open go on.
+        """Let go of the blocks, and give the model its attention implementation back.
 
-        May be called again: what Ctrl-C broke off is done then.
+        Caches go on that were used or began with a known prefix; others are refused at their first forward. May be
+        called again: what Ctrl-C broke off is done then.
         """
         self._closed = True
         with contextlib.ExitStack() as steps:

@@ -12,7 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 import tieredkv
 from tieredkv.durable import DurableBlocks, DurableSettings
+from tieredkv.errors import ClosedError, StepError
 from tieredkv.hf.attachment import Attachment
+from tieredkv.hf.step import Member, StepCache
 from tieredkv.hf.tenancy import SharedStore
 from tieredkv.published import Published
 from tieredkv.store import BlockStore
@@ -107,3 +109,67 @@ def test_closing_that_is_broken_off_does_the_rest_and_is_finished_by_the_next(
     assert_close(feed(model, ids[:, 48:], cache), oracle(ids)[:, 48:])
     cache.close()
     assert blocks.is_closed
+
+
+@pytest.mark.parametrize("others", ["none was used", "one was used and closed", "one goes on"])
+def test_a_cache_that_was_not_used_before_its_store_was_closed_says_so(others: str) -> None:
+    """Whatever other caches of the store do; what needs no store goes on."""
+    model = tiny()
+    store, other = make(model), None
+    if others != "none was used":
+        other = store.cache(tokens(40))
+        feed(model, tokens(40), other)
+    if other is not None and others == "one was used and closed":
+        other.close()
+    fresh = store.cache(tokens(30, seed=5))
+    store.close()
+    model.set_attn_implementation("tieredkv")
+    for _ in range(2):
+        with pytest.raises(ClosedError, match=r"KVStore was closed before .* take caches from an open KVStore"):
+            feed(model, tokens(30, seed=5), fresh)
+    assert fresh.get_seq_length() == 0 and repr(fresh)
+    assert fresh.stats().tokens == 0
+    fresh.reserve(30)
+    fresh.crop(-1)
+    fresh.reset()
+    if other is not None and others == "one goes on":
+        assert_close(feed(model, tokens(50)[:, 40:], other), oracle(tokens(50))[:, 40:])
+        audit_store(store_of(other))
+        assert store_of(other).holders == [other.parts().holder]
+    for cache in (fresh, other, fresh):
+        if cache is not None:
+            cache.close()
+    store.close()
+    assert store._shared.store is None or store._shared.store.is_closed
+    with pytest.raises(ClosedError, match="The cache is closed"):
+        feed(model, tokens(30, seed=5), fresh)
+
+
+def test_nor_can_it_take_part_in_a_step() -> None:
+    model, ids = tiny(), tokens(40)
+    store = make(model)
+    used = store.cache(ids)
+    feed(model, ids, used)
+    fresh = store.cache(tokens(30, seed=5))
+    store.close()
+    model.set_attn_implementation("tieredkv")
+    steps = StepCache(model.config)
+    with pytest.raises(StepError, match="KVStore was closed before") as refused:
+        steps.begin([Member(used, tokens(1)[0]), Member(fresh, tokens(30, seed=5)[0])])
+    assert refused.value.member == 1
+    audit_store(store_of(used))
+    used.close()
+    fresh.close()
+
+
+def test_a_cache_that_comes_to_a_store_as_it_closes_is_refused() -> None:
+    """Another thread closed it after the cache looked whether it is open."""
+    model = tiny()
+    with make(model) as store:
+        cache = store.cache(tokens(30))
+        feed(model, tokens(30), cache)
+        blocks = store_of(cache)
+        cache.close()
+    with pytest.raises(ClosedError):
+        blocks.holder()
+    assert not blocks.holders

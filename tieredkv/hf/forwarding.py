@@ -104,6 +104,8 @@ class Forwarding(Cycle):
             whole = self.gather_layer(layer_idx)
             return (key_states, value_states) if whole is None else whole
         self._check_claims()
+        if self._place.store is None:
+            self._check_open()  # before one is made
         store = self._place.open(layer, key_states, value_states)
         check_tensors(store, layer, key_states, value_states)
         plan = self._plan(layer, rows, new, kwargs)

@@ -38,18 +38,40 @@ class SharedStore:
         self.kernels = FlexKernels()
         self.store: BlockStore | None = None
         self.kept: KeptBlocks | None = None
+        self._closed = False
 
     def open(self, make: Callable[[], BlockStore]) -> tuple[BlockStore, KeptBlocks]:
-        """The store, made if there is none."""
+        """The store, made if there is none.
+
+        Raises:
+            ClosedError: it was closed; as `check_open`.
+        """
         with self._lock:
+            self.check_open()
             if self.store is None or self.kept is None:
                 self.store = make()
                 self.kept = KeptBlocks(self.store, self._policy_name)
                 self._finalizer = weakref.finalize(self, self.store.leave_when_free, self.kept.holder)
             return self.store, self.kept
 
+    def check_open(self) -> None:
+        """Refuse a cache that has no place in the store yet, whatever becomes of those that have one.
+
+        Raises:
+            ClosedError: `close` was called.
+        """
+        if self._closed:
+            raise ClosedError(
+                "The cache's KVStore was closed before the cache was used for the first time.",
+                wanted="a first forward, or a prompt that begins with a known prefix, before the store is closed",
+                got="a closed store",
+                change="take caches from an open KVStore, or use a TieredCache, which needs none",
+            )
+
     def close(self) -> None:
         """Let go of the blocks that are kept; the store closes with the last cache. May be called again."""
+        with self._lock:
+            self._closed = True
         if self.store is not None and self.kept is not None and self._finalizer.alive:
             self.kept.close()
             self._finalizer.detach()  # afterwards: what Ctrl-C broke off is done by the next call, or at the end
@@ -113,7 +135,11 @@ class Tenancy:
             rows: blocks of each row, whose references become the cache's.
             tokens: tokens of each row that count; the last block may hold more.
             coming_tokens: of each row, those that are known to follow.
+
+        Raises:
+            ClosedError: the owner was closed.
         """
+        shared.check_open()
         holder = store.holder()
         holder.table.rows = [list(row) for row in rows]
         holder.tokens = tokens

@@ -105,13 +105,18 @@ class Holders(MoveQueue, ABC):
         return len(self._holders) > 1
 
     def holder(self) -> Holder:
-        """A new holder without rows."""
+        """A new holder without rows.
+
+        Raises:
+            ClosedError: as `check_usable`.
+        """
         holder = Holder(BlockTable(self.block_size, self.release), number=next(self._numbers))
         quota = self.settings.hot_quota
         if quota is not None:
             token_bytes = self.hot.slot_bytes // self.block_size
             holder.quota_slots = Size.parse(quota).resolve(token_bytes, self.budget.rows) // self.hot.slot_bytes
         with self.lock:
+            self.check_usable()  # nobody would close a store again that closed as this one came
             self._holders[holder.number] = holder
         return holder
 
