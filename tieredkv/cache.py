@@ -45,7 +45,7 @@ class TieredCache(Resumable):
         codec: "raw" (exact, the default), or "fp8", "int8", "int4" below hot (lossy).
         hot_codec: the same name as `codec` to keep blocks outside the window encoded on the device too. Default: None.
         verify: "always" (default), "first" or "off".
-        max_tokens: tokens of each row that must fit, checked at the first forward.
+        max_tokens: tokens of each row that must fit, checked at the first forward; more may follow.
         settings: everything else; the arguments above win over it.
         device: the computing device, for tests; by default the one of the first keys.
 
@@ -168,7 +168,7 @@ class TieredCache(Resumable):
             self.watch.select(chosen)
 
     def reserve(self, tokens: int) -> None:
-        """Check that so many tokens of each row fit, now or, while the cache is empty, at its first forward.
+        """Check that so many tokens of each row fit, now and at the first forward, if that is still to come.
 
         Nothing is allocated. An empty cache's rows are not known: what not even one row can have is refused at once
         where there is a store already, as that of a `KVStore`.

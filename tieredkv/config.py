@@ -200,7 +200,7 @@ class CacheSettings:
         chunk_tokens: most tokens of one row that one staging buffer holds, within an eighth of `hot` for all buffers, a
             quarter on a GPU. None for 4,096, and on a GPU as many as are 32 MiB of a layer if that is more: a chunk
             costs the host some 0.25 ms, in which a fast link moves 12 MB.
-        max_tokens: tokens of each row to reserve for up front; refused at the first forward when they do not fit.
+        max_tokens: tokens of each row that must fit, checked at the first forward; more may follow.
         log_moves: keep a record of each move (block, from, to, bytes, seconds, reason).
         placement: what makes blocks leave hot: "both" (those outside the window, when hot fills up to the watermark),
             "window" (as soon as they are outside it) or "watermark" (oldest first, with no window).

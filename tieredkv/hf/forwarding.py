@@ -166,8 +166,7 @@ class Forwarding(Cycle):
         try:
             if not holder.table.rows:
                 holder.table.rows = [[] for _ in range(rows)]
-                if self._settings.max_tokens is not None:
-                    requests.reserve(store, holder, self._settings.max_tokens)
+            self.check_max_tokens()
             self._others.remember()
             plan = planner.begin(store, holder, new)
         except Exception:
@@ -178,6 +177,16 @@ class Forwarding(Cycle):
         self._positions.accept()
         planner.announce(store, plan)
         return plan
+
+    def check_max_tokens(self) -> None:
+        """Before the first forward, be it into an empty cache or after a known prefix, so many tokens have to fit.
+
+        Raises:
+            BudgetError: they do not.
+        """
+        store, holder, most = self._place.need_store(), self._place.need_holder(), self._settings.max_tokens
+        if most is not None and not (holder.tokens and holder.last_access):
+            requests.reserve(store, holder, most)
 
     def _begin_with_other_layer(self, key: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> None:
         """A layer that is not tiered is updated first: plan now, so that a refusal comes before any write."""

@@ -94,6 +94,7 @@ class StepCache(DynamicCache):
         for index, member in enumerate(members):
             try:
                 place = _check(member, places[index], store)
+                member.cache.check_max_tokens()
                 planner.begin(place.need_store(), place.need_holder(), len(member.ids), settled=index > 0)
             except TieredKVError as error:
                 self.abandon()
