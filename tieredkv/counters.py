@@ -22,10 +22,10 @@ class Numbered(Protocol):
 
 
 class Counters:
-    """Where the parts of a store count; safe to use from worker threads."""
+    """Where the parts of a store count; safe to use from worker threads, which wait for `lock`."""
 
     def __init__(self, log_moves: bool) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()  # of which a thread can say that it has it
         self._opened = time.perf_counter()
         self._began = self._opened
         self._moves: dict[str, list[float]] = {}  # bytes, blocks, seconds
@@ -45,7 +45,7 @@ class Counters:
         """Open a forward, whose reads were planned; what is counted until the next one belongs to its phase."""
         now, phase = time.perf_counter(), "prefill" if new_tokens > 1 else "decode"
         hits = sum(self.hits.values())
-        with self._lock:
+        with self.lock:
             if self._phases[self._phase] and (self._phase, phase) != ("decode", "prefill"):
                 # Before a new prompt the time also holds what the caller did in between.
                 self._grow("step_seconds", now - self._began)
@@ -81,7 +81,7 @@ class Counters:
             count: the number of blocks when only some layers of them moved, a fraction.
             started: `time.perf_counter()` at the start; by default the copy ends now.
         """
-        with self._lock:
+        with self.lock:
             flow = self._moves.setdefault(f"{source}_to_{target}", [0, 0, 0.0])
             flow[0] += total_bytes
             flow[1] += len(blocks) if count is None else count
@@ -102,19 +102,19 @@ class Counters:
 
     def verified(self, blocks: int) -> None:
         """Count comparisons of checksums that held."""
-        with self._lock:
+        with self.lock:
             self.verified_blocks += blocks
 
     def failed(self, *, checksum: int = 0, retries: int = 0, tier: int = 0) -> None:
         """Count what went wrong and was noticed."""
-        with self._lock:
+        with self.lock:
             self.checksum_failures += checksum
             self.retries += retries
             self.tier_failures += tier
 
     def stalled(self, seconds: float) -> None:
         """Count time a forward waited."""
-        with self._lock:
+        with self.lock:
             self._grow("stall_seconds", seconds)
 
     @contextlib.contextmanager
@@ -124,23 +124,23 @@ class Counters:
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self._grow("move_wait_seconds", time.perf_counter() - started)
 
     def phases(self) -> tuple[PhaseStats, PhaseStats]:
         """(prefill, decode) so far."""
-        with self._lock:
+        with self.lock:
             prefill, decode = (record_from(PhaseStats, self._phases[name]) for name in ("prefill", "decode"))
             return prefill, decode
 
     def moves(self) -> dict[str, MoveStats]:
         """Traffic per direction so far."""
-        with self._lock:
+        with self.lock:
             return {name: MoveStats(int(flow[0]), flow[1], flow[2]) for name, flow in self._moves.items()}
 
     def moved_bytes(self) -> dict[str, int]:
         """Bytes moved so far, by reason."""
-        with self._lock:
+        with self.lock:
             return dict(self._reasons)
 
     def _grow(self, name: str, amount: float) -> None:

@@ -13,6 +13,7 @@ import pytest
 from support import assert_close, audit, audit_store, feed, oracle, small, store_of, tiny, tokens
 
 import tieredkv
+from tieredkv import stats
 from tieredkv.device import LEDGER, SimulatedAccelerator
 from tieredkv.device.simulated import ClockedEvent
 from tieredkv.durable import DurableSettings
@@ -197,6 +198,38 @@ def test_loads_are_not_forgotten_in_the_middle_of_forgetting_them(monkeypatch: p
         assert store.holders == [holder_of(first)]
         first.close()
         assert device.clocks.races == 0
+
+
+def test_while_counts_are_told_nobody_waits_for_a_copy_that_is_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    with SimulatedAccelerator() as device:
+        first, second = two(model, tokens(90), device=device)
+        second.reset()
+        feed(model, tokens(120, seed=3), second, [90] + [1] * 30)
+        store, told = store_of(first), threading.Event()
+        ring, arrived, record = store.prefetcher, store.mover.arrived, stats.MoveStats
+        ring.flush()
+
+        def late(*arguments: Any) -> None:
+            told.wait(MOST_SECONDS)
+            arrived(*arguments)
+
+        monkeypatch.setattr(store.mover, "arrived", late)
+        ring.start(range(2), ring._chunks)
+        forget(second)
+        del second
+
+        def collecting(*values: Any) -> Any:
+            told.set()
+            gc.collect()
+            return record(*values)
+
+        monkeypatch.setattr(stats, "MoveStats", collecting)
+        assert ended(started(first.stats))
+        monkeypatch.undo()
+        assert cleaned() and store.holders == [holder_of(first)]
+        audit(first)
+        first.close()
 
 
 @pytest.fixture(params=["no thread", "a thread that does not come to it"])

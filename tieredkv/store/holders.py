@@ -162,9 +162,11 @@ class Holders(MoveQueue, ABC):
         with contextlib.suppress(ClosedError):
             self.check_usable()
             self._dropped.append(holder)
-            # A worker of a device must not wait for copies, which may be its own.
+            # Who leaves may wait for copies: not on a worker, which may have to do them, nor where this thread counts,
+            # as they are counted before they end.
             is_worker = threading.current_thread().name.startswith("tieredkv")
-            if is_worker or holds(self.lock) or not self.lock.acquire(blocking=False):
+            is_inside = holds(self.lock) or holds(self.counters.lock)
+            if is_worker or is_inside or not self.lock.acquire(blocking=False):
                 # Without a thread, as at the end of the interpreter, the next forward or the next to leave does it.
                 with contextlib.suppress(RuntimeError):
                     threading.Thread(target=self._await_lock, daemon=True, name="cleanup").start()
