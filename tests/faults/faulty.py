@@ -8,11 +8,12 @@ Imports: tieredkv, numpy, torch.
 
 from __future__ import annotations
 
+import array
 import os
 import random
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tieredkv.checksum import Checksummer
 from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.store import BlockStore
 from tieredkv.tiers import Tier, pack_rows, unpack_rows
+from tieredkv.tiers.native_moves import Sums
 from tieredkv.transfer import Move, Mover
 
 Row = np.ndarray[Any, np.dtype[np.uint8]]
@@ -137,7 +139,16 @@ class Faults:
             self._local.crossing = self._ways.get(blocks[0].id, f"through -> {target}")
             store(layer, blocks, target, *rest, **keywords)
 
+        move = mover._native_moves.move
+
+        def moves(source: Tier, source_slots: Sequence[int], target: Any, slots: Sequence[int], *, summed: bool) -> Any:
+            if type(target) is not Faulty:
+                return move(source, source_slots, target, slots, summed=summed)
+            self._local.crossing = f"{source.role} -> {target.role}"
+            return target.moved(lambda inner: move(source, source_slots, inner, slots, summed=summed), slots)
+
         mover.demote, mover._store = demotes, stores  # type: ignore[method-assign]
+        mover._native_moves.move = moves  # type: ignore[method-assign]
 
     def way_out_of(self, role: str, slot: int) -> str:
         """The crossing of the move that reads a slot."""
@@ -300,13 +311,28 @@ class Faulty:
         if self._inner.role in IN_MEMORY:
             self._faults.arrived(self._inner.role, layer, slots)
 
+    def moved(self, move: Callable[[Tier], Sums | None], slots: Sequence[int]) -> Sums | None:
+        """A move of whole blocks into slots, all layers at once, some of which come to lie as other bytes."""
+        sums = move(self._inner)
+        for layer in range(len(self._inner.layers) if sums is not None else 0):
+            rows = np.stack(self.rows(layer, slots))
+            self._faults.written(self._inner.role, layer, slots, rows)
+            for index, slot in enumerate(slots):
+                self.put(layer, slot, rows[index])
+            if sums is not None and sums.lying:
+                first = layer * len(slots)
+                lying = Checksummer().checksum_rows(torch.from_numpy(rows))
+                sums.lying[first : first + len(slots)] = array.array("q", lying.tolist())
+            self._faults.arrived(self._inner.role, layer, slots)
+        return sums
+
     def read(self, layer: int, slots: Sequence[int], out: Planes, **_: Any) -> None:
         try:
             self._inner.read(layer, slots, out)
         except ColdTierError:
             self._faults.refuse(layer, slots)
             raise
-        if threading.current_thread().name == "tieredkv-down":
+        if threading.current_thread().name in ("tieredkv-down", "tieredkv-disk"):
             crossing = self._faults.way_out_of(self._inner.role, slots[0])
         elif out[0].untyped_storage().data_ptr() in self._staging:
             crossing = f"{self._inner.role} -> staging ({self._faults.way})"
@@ -365,13 +391,3 @@ def key_of(error: ChecksumError | ColdTierError, store: BlockStore) -> Key:
     slots = [getattr(b, tier) for holder in store.holders for row in holder.table for b in row if b.id == block]
     assert slots and slots[0] is not None, error
     return (tier, layer, slots[0])
-
-
-def totals(injected: Counter[tuple[str, str]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Faults by crossing, and by kind."""
-    by_crossing: dict[str, int] = defaultdict(int)
-    by_kind: dict[str, int] = defaultdict(int)
-    for (crossing, kind), count in injected.items():
-        by_crossing[crossing] += count
-        by_kind[kind] += count
-    return dict(by_crossing), dict(by_kind)

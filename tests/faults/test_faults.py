@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults.faulty import KINDS, Faults, Key, Row, key_of, spoil, totals
+from faults.faulty import KINDS, Faults, Key, Row, key_of, spoil
 from support import TOLERANCE, audit, difference, oracle, small, store_of, tiny, tokens
 
 import tieredkv
@@ -275,9 +275,20 @@ CROSSINGS = {
     "cold -> staging (blocks)",
     "cold -> staging (gather)",
     "cold -> hot",
+    "cold -> warm",
     "at rest in warm",
     "at rest in cold",
 }
+
+
+def totals(injected: Counter[tuple[str, str]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Faults by crossing, and by kind."""
+    by_crossing: dict[str, int] = defaultdict(int)
+    by_kind: dict[str, int] = defaultdict(int)
+    for (crossing, kind), count in injected.items():
+        by_crossing[crossing] += count
+        by_kind[kind] += count
+    return dict(by_crossing), dict(by_kind)
 
 
 def check_coverage(injected: Counter[tuple[str, str]]) -> None:
