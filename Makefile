@@ -11,7 +11,7 @@
 #   make lower-end  the contract tests with the oldest transformers we support
 #   make models     every causal LM class that transformers can build tiny; rewrites docs/models.md (some minutes)
 #   make micro      what single operations take: the small benchmarks
-#   make bench      every benchmark on the CPU, some 25 minutes on two quiet cores; rewrites docs/benchmarks.md
+#   make bench      every benchmark on the CPU, some 27 minutes on two quiet cores; rewrites docs/benchmarks.md
 #   make bench-gpu  what needs CUDA, within 8 minutes; its own results, and the same page
 #   make docs       the documentation as a site, in site/; warnings are errors
 #   make clean      removes what the other targets made
