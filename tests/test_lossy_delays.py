@@ -139,7 +139,7 @@ class Run:
         else:
             self.late.next_forward()
         store = cache.parts().store
-        self.overtaken += store is not None and any(not move.event.settled for move in store._moves)
+        self.overtaken += store is not None and any(not event.settled for move in store._moves for event in move.events)
         self.logits.append(self.model(ids, past_key_values=cache).logits)
 
     def decode(self, cache: tieredkv.TieredCache, ids: torch.Tensor) -> None:

@@ -183,8 +183,7 @@ class KVStore:
                 if tokens and self._shared.store is not None:
                     for block in itertools.chain.from_iterable(rows):
                         block.refs += 1
-                    coming_tokens = input_ids.shape[1] - tokens
-                    place.begin_with(self._shared, self._shared.store, rows, tokens, coming_tokens)
+                    place.begin_with(self._shared, self._shared.store, rows, tokens, input_ids.shape[1] - tokens)
                     self._counts["attached_tokens"] += tokens * len(rows)
         cache.leaving = self._leaves
         return cache

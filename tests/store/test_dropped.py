@@ -13,7 +13,7 @@ import pytest
 from support import assert_close, audit, audit_store, feed, oracle, small, store_of, tiny, tokens
 
 import tieredkv
-from tieredkv import stats
+from tieredkv import counters
 from tieredkv.device import LEDGER, SimulatedAccelerator
 from tieredkv.device.simulated import ClockedEvent
 from tieredkv.durable import DurableSettings
@@ -207,7 +207,7 @@ def test_while_counts_are_told_nobody_waits_for_a_copy_that_is_to_be_counted(mon
         second.reset()
         feed(model, tokens(120, seed=3), second, [90] + [1] * 30)
         store, told = store_of(first), threading.Event()
-        ring, arrived, record = store.prefetcher, store.mover.arrived, stats.MoveStats
+        ring, arrived, record = store.prefetcher, store.mover.arrived, counters.MoveStats
         ring.flush()
 
         def late(*arguments: Any) -> None:
@@ -224,7 +224,7 @@ def test_while_counts_are_told_nobody_waits_for_a_copy_that_is_to_be_counted(mon
             gc.collect()
             return record(*values)
 
-        monkeypatch.setattr(stats, "MoveStats", collecting)
+        monkeypatch.setattr(counters, "MoveStats", collecting)
         assert ended(started(first.stats))
         monkeypatch.undo()
         assert cleaned() and store.holders == [holder_of(first)]

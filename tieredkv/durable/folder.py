@@ -133,13 +133,14 @@ class Census:
             yield from listing.files.values()
 
     def refresh(self) -> tuple[list[Seen], list[Seen]]:
-        """Look again; returns the files that came and those that went."""
+        """Look again; returns the files that came and those that went. What is renamed meanwhile may be seen twice."""
         came: list[Seen] = []
         went: list[Seen] = []
-        folders = list(_folders(self._root))
-        for folder in folders:
+        folders: set[str] = set()
+        for folder in _folders(self._root):
             self._look(folder, came, went)
-        for folder in self._listings.keys() - set(folders):
+            folders.add(folder)
+        for folder in self._listings.keys() - folders:
             went += self._listings.pop(folder).files.values()
         return came, went
 
@@ -242,11 +243,16 @@ def abandon(temporary: Path, descriptor: int) -> None:
 
 
 def _folders(root: Path) -> Iterator[str]:
-    for entry in _subfolders(str(root)):
-        if entry.name == QUARANTINE:
-            yield entry.path
-        else:
-            yield from (below.path for below in _subfolders(entry.path))
+    """The folders in the order in which files are renamed from one to the next, each to be looked at as it comes.
+
+    So a file that another process renames meanwhile, even into a folder that is new, is seen once at least: one that
+    was seen nowhere would have its room given away.
+    """
+    identities = [entry.path for entry in _subfolders(str(root)) if entry.name != QUARANTINE]
+    yield from (os.path.join(path, TEMPORARY) for path in identities)
+    for path in identities:
+        yield from (below.path for below in _subfolders(path) if below.name != TEMPORARY)
+    yield str(root / QUARANTINE)
 
 
 def _subfolders(path: str) -> list[os.DirEntry[str]]:
