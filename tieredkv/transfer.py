@@ -72,6 +72,7 @@ class Mover:
         self._native_moves = NativeMoves(self.checksummer)
         self.planes = [codec.planes(layer, block_size) for layer in layers]
         self.row_bytes = [sum(plane.block_bytes for plane in planes) for planes in self.planes]
+        self._block_bytes = sum(self.row_bytes)
         self._reads = VerifiedReads(tiers, self.checksummer, self.row_bytes, verify, counters)
         self._held: deque[tuple[Event, int]] = deque()
         self._held_bytes = 0
@@ -118,7 +119,7 @@ class Mover:
                 source,
                 target,
                 blocks,
-                total_bytes=sum(self.row_bytes) * len(blocks),
+                total_bytes=self._block_bytes * len(blocks),
                 seconds=time.perf_counter() - started,
                 started=started,
                 reason=reason,
@@ -126,11 +127,11 @@ class Mover:
 
         event = stream.submit(
             work,
-            reads=[(source, slot) for slot in source_slots],
-            writes=[(target, slot) for slot in slots],
+            reads=[(source, slot) for slot in source_slots] if self._device.follows_accesses else (),
+            writes=[(target, slot) for slot in slots] if self._device.follows_accesses else (),
             after=[self._device.record()],
             priority=priority,
-            nbytes=sum(self.row_bytes) * len(blocks),
+            nbytes=self._block_bytes * len(blocks),
             name=f"demote {source}->{target}",
         )
         return Move(blocks, source, target, tuple(slots), (event,), reason)

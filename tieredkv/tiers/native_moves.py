@@ -113,7 +113,8 @@ class NativeMoves:
         if places is None or goals is None or (move := self._compiled()) is None:
             return None
         for tier, its in ((source, source_slots), (target, slots)):
-            tier.runs(its)  # refuses what is outside of it
+            if min(its) < 0 or max(its) >= tier.slots.total:
+                tier.runs(its)  # refuses them
         row_bytes = target.row_bytes
         weights, sums = None, array.array("q")
         if summed:
