@@ -118,8 +118,11 @@ class Counters:
             self._grow("stall_seconds", seconds)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, a forward waits for whole blocks to move."""
+    def waiting(self, is_waited: bool = True) -> Iterator[None]:
+        """Inside, a forward waits for whole blocks to move, if it does."""
+        if not is_waited:
+            yield
+            return
         started = time.perf_counter()
         try:
             yield

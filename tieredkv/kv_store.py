@@ -34,6 +34,7 @@ from tieredkv.device import Device
 from tieredkv.durable import DurableSettings, DurableStats, salt_digest
 from tieredkv.errors import ClosedError, ConfigError, MismatchError
 from tieredkv.fingerprint import Fingerprint
+from tieredkv.hf import refusals
 from tieredkv.hf.attachment import Attachment
 from tieredkv.hf.rates import Rates
 from tieredkv.hf.tenancy import SharedStore
@@ -41,7 +42,7 @@ from tieredkv.hf.watching import TokenWatch, watch
 from tieredkv.hf.ways import Ways
 from tieredkv.published import Published
 from tieredkv.sizing import kv_layers
-from tieredkv.store import planner
+from tieredkv.store import planner, requests
 
 logger = logging.getLogger("tieredkv")
 
@@ -180,10 +181,11 @@ class KVStore:
             seed = self._seed(digest)
             with self._known(cache, input_ids, seed) as (rows, tokens):
                 place = cache.move_in(self._shared, TokenWatch(seed, digest, self._rates, input_ids[:, :tokens]))
-                if tokens and self._shared.store is not None:
+                if tokens and (store := self._shared.store) is not None:
                     for block in itertools.chain.from_iterable(rows):
                         block.refs += 1
-                    place.begin_with(self._shared, self._shared.store, rows, tokens, input_ids.shape[1] - tokens)
+                    place.begin_with(self._shared, store, rows, tokens)
+                    requests.expect(store, place.need_holder(), input_ids.shape[1] - tokens)
                     self._counts["attached_tokens"] += tokens * len(rows)
         cache.leaving = self._leaves
         return cache
@@ -209,7 +211,7 @@ class KVStore:
         self._learn_ways(cache)
         store, holder, kept = place.store, place.holder, self._shared.kept
         if place.shared is not self._shared:
-            raise _not_of_this_store()
+            raise refusals.not_of_this_store()
         if seen is None or store is None or holder is None or kept is None or not holder.table.rows:
             return 0
         with self.same_model():
@@ -384,15 +386,6 @@ def _check_ids(ids: torch.Tensor) -> None:
             got=tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__,
             change="pass the tokenizer's input_ids",
         )
-
-
-def _not_of_this_store() -> MismatchError:
-    return MismatchError(
-        "The cache's blocks do not lie in this store.",
-        wanted="a cache that this store made",
-        got="another one",
-        change="take caches from store.cache(...)",
-    )
 
 
 def _remove(handles: Sequence[Any]) -> None:

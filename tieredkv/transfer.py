@@ -9,7 +9,6 @@ Imports: errors, config, counters, block, checksum, codecs, device, tiers, plan,
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from tieredkv.device import Device, Event, Stream, Took
 from tieredkv.errors import ChecksumError
 from tieredkv.inflight import Arrival, Move, Part, by_tier, read_regions
 from tieredkv.plan import ThroughWrite
-from tieredkv.tiers import HotTier, NativeMoves, Tier
+from tieredkv.tiers import HotTier, NativeMoves, Tier, row_bytes
 from tieredkv.verified import VerifiedReads, slot_of
 
 MAX_HELD_BYTES = 256 * 2**20
@@ -71,7 +70,7 @@ class Mover:
         self.checksummer = Checksummer()
         self._native_moves = NativeMoves(self.checksummer)
         self.planes = [codec.planes(layer, block_size) for layer in layers]
-        self.row_bytes = [sum(plane.block_bytes for plane in planes) for planes in self.planes]
+        self.row_bytes = [row_bytes(planes) for planes in self.planes]
         self._block_bytes = sum(self.row_bytes)
         self._reads = VerifiedReads(tiers, self.checksummer, self.row_bytes, verify, counters)
         self._held: deque[tuple[Event, int]] = deque()
@@ -103,7 +102,7 @@ class Mover:
         """
         blocks = tuple(blocks)
         source_slots = [slot_of(block, source) for block in blocks]
-        encoded, (stream, priority) = source != "hot", self.lane(source, target, reason)
+        stream, priority = self.lane(source, target, reason)
 
         def work() -> None:
             started = time.perf_counter()
@@ -114,7 +113,7 @@ class Mover:
                     if not any(block.refs for block in blocks):
                         return
                     planes = self._source_planes(layer, source, source_slots, blocks)
-                    self._store(layer, blocks, target, slots, planes, born=not encoded)
+                    self._store(layer, blocks, target, slots, planes, born=source == "hot")
             self._counters.moved(
                 source,
                 target,
@@ -188,7 +187,7 @@ class Mover:
         while self._held and (self._held[0][0].done() or self._held_bytes > MAX_HELD_BYTES):
             oldest, freed_bytes = self._held.popleft()
             self._held_bytes -= freed_bytes
-            with contextlib.nullcontext() if oldest.done() else self._counters.waiting():
+            with self._counters.waiting(not oldest.done()):
                 oldest.join()  # a failure belongs to the forward that wrote, and is raised when that one is committed
 
     def _moved_at_once(
@@ -276,9 +275,9 @@ class Mover:
         pools = list(self._hot.planes)
         # Afterwards: of pools that are new, computing may have used the memory before.
         events, before = list[Event](), self._device.record()
-        for layer, row_bytes in enumerate(self.row_bytes):
+        for layer, layer_bytes in enumerate(self.row_bytes):
             # What comes encoded passes through a scratch outside of every budget: a block of one layer, one at a time.
-            most = max(PROMOTED_BYTES // row_bytes, 1) if self._codec.lossless else 1
+            most = max(PROMOTED_BYTES // layer_bytes, 1) if self._codec.lossless else 1
             for at, start, length in self._hot.runs(slots):
                 for first in range(0, length, most):
                     count = min(most, length - first)

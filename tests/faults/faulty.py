@@ -24,7 +24,7 @@ from tieredkv.block import LOWER, Block, Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.errors import ChecksumError, ColdTierError
 from tieredkv.store import BlockStore
-from tieredkv.tiers import Tier, pack_rows, unpack_rows
+from tieredkv.tiers import Tier, pack_rows, row_bytes, unpack_rows
 from tieredkv.tiers.native_moves import Sums
 from tieredkv.transfer import Move, Mover
 
@@ -302,7 +302,7 @@ class Faulty:
 
     def write(self, layer: int, slots: Sequence[int], planes: Planes, **_: Any) -> None:
         spec = self._inner.layers[layer]
-        rows = torch.empty((len(slots), sum(p.block_bytes for p in spec)), dtype=torch.uint8)
+        rows = torch.empty((len(slots), row_bytes(spec)), dtype=torch.uint8)
         pack_rows(spec, planes, rows)
         self._faults.written(self._inner.role, layer, slots, rows.numpy())
         out = tuple(plane.empty(len(slots)) for plane in spec)
@@ -339,7 +339,7 @@ class Faulty:
         else:
             crossing = f"{self._inner.role} -> hot"
         spec = self._inner.layers[layer]
-        rows = torch.empty((len(slots), sum(p.block_bytes for p in spec)), dtype=torch.uint8)
+        rows = torch.empty((len(slots), row_bytes(spec)), dtype=torch.uint8)
         pack_rows(spec, out, rows)
         if self._faults.read(self._inner.role, layer, slots, rows.numpy(), crossing):
             unpack_rows(spec, rows, out)
@@ -353,7 +353,7 @@ class Faulty:
     def rows(self, layer: int, slots: Sequence[int]) -> list[Row]:
         """What lies in slots."""
         spec = self._inner.layers[layer]
-        rows = torch.empty((len(slots), sum(p.block_bytes for p in spec)), dtype=torch.uint8)
+        rows = torch.empty((len(slots), row_bytes(spec)), dtype=torch.uint8)
         out = tuple(plane.empty(len(slots)) for plane in spec)
         if slots:
             self._inner.read(layer, slots, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
@@ -52,6 +53,25 @@ def forget(*caches: Any) -> None:
     """Nobody refers to them any more but they themselves: only the collector finds them."""
     for cache in caches:
         cache.itself = cache
+
+
+@contextlib.contextmanager
+def somebody_in(store: BlockStore) -> Iterator[threading.Thread]:
+    """Another thread has the store's lock, until the end of the `with`."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.lock:
+            inside.set()
+            leave.wait(MOST_SECONDS)
+
+    holding = started(hold)
+    inside.wait(MOST_SECONDS)
+    try:
+        yield holding
+    finally:
+        leave.set()
+    assert ended(holding)
 
 
 def ended(*threads: threading.Thread) -> bool:
@@ -107,19 +127,11 @@ def test_the_last_cache_closes_its_store_when_whoever_is_in_it_has_left() -> Non
     promised = LEDGER.promised_bytes("cpu")
     caches = [small(model.config, None, warm="200 tokens")]
     feed(model, tokens(60), caches[0])
-    store, inside, leave = store_of(caches[0]), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with store.lock:
-            inside.set()
-            leave.wait(MOST_SECONDS)
-
-    holding = started(hold)
-    inside.wait(MOST_SECONDS)
-    caches.clear()  # does not wait
-    assert holding.is_alive() and not store.is_closed
-    leave.set()
-    assert ended(holding) and cleaned()
+    store = store_of(caches[0])
+    with somebody_in(store) as holding:
+        caches.clear()  # does not wait
+        assert holding.is_alive() and not store.is_closed
+    assert cleaned()
     assert store.is_closed, "though nobody came to it again"
     assert LEDGER.promised_bytes("cpu") == promised
 
@@ -247,19 +259,10 @@ def nobody_waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def drop_while_another_is_in(store: BlockStore, caches: list[Any]) -> None:
-    inside, leave, before = threading.Event(), threading.Event(), len(store.holders)
-
-    def hold() -> None:
-        with store.lock:
-            inside.set()
-            leave.wait(MOST_SECONDS)
-
-    holding = started(hold)
-    inside.wait(MOST_SECONDS)
-    caches.clear()
-    assert len(store.holders) == before
-    leave.set()
-    assert ended(holding)
+    before = len(store.holders)
+    with somebody_in(store):
+        caches.clear()
+        assert len(store.holders) == before
 
 
 @pytest.mark.usefixtures("nobody_waits")

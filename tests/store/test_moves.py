@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from held_back import Beside, gate, places
 from support import audit_store
 
 from tieredkv.block import Block, LayerGeometry
@@ -58,43 +57,6 @@ def check(store: BlockStore, holder: Holder) -> None:
     store.close()
 
 
-def places(holder: Holder) -> list[str]:
-    return [block.location for block in holder.table.rows[0]]
-
-
-@contextlib.contextmanager
-def gate(store: BlockStore) -> Iterator[Callable[[], None]]:
-    """Nothing moves down until what this gives is called, at the end of the `with` at the latest."""
-    started, go = threading.Event(), threading.Event()
-
-    def closed() -> None:
-        started.set()
-        go.wait(60)
-
-    store.device.down.submit(closed)
-    assert started.wait(60)
-    try:
-        yield go.set
-    finally:
-        go.set()
-
-
-class Beside:
-    """Something done in a thread of its own."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-
-    def is_at_it_after(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return self._thread.is_alive()
-
-    def end(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-
 @pytest.mark.parametrize("by", ["forward", "request"])
 @pytest.mark.parametrize("limit", [1, 3, 4])
 def test_never_more_blocks_than_the_limit_are_on_their_way_and_the_forward_waits(
@@ -109,7 +71,7 @@ def test_never_more_blocks_than_the_limit_are_on_their_way_and_the_forward_waits
         return demote(blocks, *rest)
 
     monkeypatch.setattr(store.mover, "demote", counted)
-    with gate(store) as let_go:
+    with gate(store, "down") as let_go:
         doing = Beside(lambda: forward(store, holder, 1) if by == "forward" else requests.demote(store, holder, "warm"))
         assert doing.is_at_it_after(0.3), "six blocks or more are to be copied, and none has been"
         assert sum(size for size, _ in sizes) == limit
@@ -124,7 +86,7 @@ def test_never_more_blocks_than_the_limit_are_on_their_way_and_the_forward_waits
 def test_a_queue_that_has_room_holds_nobody_up() -> None:
     store, holder = make(queue_blocks=8, write_down_at=0.1)
     forward(store, holder, 8 * BLOCK)
-    with gate(store):
+    with gate(store, "down"):
         Beside(lambda: forward(store, holder, 1)).end()
         assert len(store._moving) == 6
     check(store, holder)
@@ -133,7 +95,7 @@ def test_a_queue_that_has_room_holds_nobody_up() -> None:
 def test_what_is_freed_while_it_is_copied_is_free_when_the_copy_ended() -> None:
     store, holder = make(write_down_at=0.1)
     forward(store, holder, 10 * BLOCK)
-    with gate(store) as let_go:
+    with gate(store, "down") as let_go:
         forward(store, holder, 1)
         assert len(store._moving) == 8
         planner.crop(store, holder, 3 * BLOCK)
@@ -150,7 +112,7 @@ def test_where_new_blocks_go_does_not_depend_on_a_copy_of_freed_ones(kept: int) 
     for is_late in (False, True):
         store, holder = make(write_down_at=0.1)
         forward(store, holder, 10 * BLOCK)
-        with gate(store) as let_go:
+        with gate(store, "down") as let_go:
             forward(store, holder, 1)
             assert store._moving
             if not is_late:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from held_back import Beside, gate, places
 from support import audit_store
 
 from tieredkv.block import LayerGeometry
@@ -61,39 +60,6 @@ def check(store: BlockStore, *holders: Holder) -> None:
     audit_store(store)
 
 
-def places(holder: Holder) -> list[str]:
-    return [block.location for block in holder.table.rows[0]]
-
-
-@contextlib.contextmanager
-def gate(store: BlockStore, stream: str = "up") -> Iterator[Callable[[], None]]:
-    """A stream does nothing until what this gives is called, at the end of the `with` at the latest."""
-    started, go = threading.Event(), threading.Event()
-
-    def closed() -> None:
-        started.set()
-        go.wait(60)
-
-    getattr(store.device, stream).submit(closed, priority=2)
-    assert started.wait(60)
-    try:
-        yield go.set
-    finally:
-        go.set()
-
-
-class Beside:
-    """Something done in a thread of its own, and when it is over."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-
-    def is_at_it_after(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return self._thread.is_alive()
-
-
 def at_rest(store: BlockStore, holder: Holder, blocks: int = 6) -> None:
     """A sequence whose blocks lie in warm."""
     forward(store, holder, blocks * BLOCK)
@@ -104,14 +70,14 @@ def at_rest(store: BlockStore, holder: Holder, blocks: int = 6) -> None:
 def test_all_layers_are_asked_for_before_one_is_waited_for() -> None:
     store, holder = make()
     at_rest(store, holder)
-    with gate(store) as open_gate:
+    with gate(store, "up") as open_gate:
         assert requests.promote(store, holder, wait=False) == 6
         assert store.device.up.pending == 1 + LAYERS, "neighbouring slots come in one copy a layer"
         assert places(holder) == ["warm"] * 6 and store.hot.slots.in_flight == 6
         resumed = Beside(lambda: forward(store, holder, 1))
         assert resumed.is_at_it_after(0.2), "the forward began without what was to come up"
         open_gate()
-        assert not resumed.is_at_it_after(60)
+        resumed.end()
     assert places(holder) == ["hot"] * 7
     assert all(block.warm is not None for block in holder.table.rows[0][:6]), "copies below stay"
     check(store, holder)
@@ -122,7 +88,7 @@ def test_what_is_attended_now_goes_first() -> None:
     store, holder = make()
     at_rest(store, holder)
     order: list[str] = []
-    with gate(store):
+    with gate(store, "up"):
         requests.promote(store, holder, wait=False)
         fetch = store.mover.fetch
         store.mover.fetch = lambda *a, **k: (order.append(k["reason"]), fetch(*a, **k))[1]  # type: ignore[method-assign]
@@ -142,7 +108,7 @@ def test_who_does_not_need_the_room_does_not_wait_for_another_to_be_resumed(lowe
     if lower == "none":  # without room below, what is needed is refused and not the window's alone
         assert store.warm is not None
         store.warm.slots.allocate_many(store.warm.slots.free)
-    with gate(store) as open_gate:
+    with gate(store, "up") as open_gate:
         requests.promote(store, holder, wait=False)
         forward(store, other, 2 * BLOCK)
         forward(store, other, 1)
@@ -150,7 +116,7 @@ def test_who_does_not_need_the_room_does_not_wait_for_another_to_be_resumed(lowe
         crowded = Beside(lambda: forward(store, other, 8 * BLOCK))
         assert crowded.is_at_it_after(0.2), "its window needs slots that are about to be filled"
         open_gate()
-        assert not crowded.is_at_it_after(60)
+        crowded.end()
     assert places(other) == ["hot"] * 11
     k, v = read_layer(store, other, 2, other.tokens)
     assert torch.equal(k, values(0, other.tokens, 2)) and torch.equal(v, -k)
@@ -162,7 +128,7 @@ def test_what_is_coming_up_may_be_let_go_of(end: str) -> None:
     store, holder = make()
     kept = one_row(store)
     at_rest(store, holder)
-    with gate(store):
+    with gate(store, "up"):
         requests.promote(store, holder, wait=False)
         if end == "crop":
             planner.crop(store, holder, 2 * BLOCK + 3)
@@ -230,7 +196,7 @@ def test_a_slow_disk_holds_back_no_copy_between_memories(tmp_path: Path) -> None
         resumed = Beside(lambda: forward(store, holder, 1))
         assert resumed.is_at_it_after(0.2)
         open_gate()
-        assert not resumed.is_at_it_after(60)
+        resumed.end()
     check(store, holder, other)
     store.close()
 
@@ -263,7 +229,7 @@ def test_only_forwards_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     store, holder = make()
     at_rest(store, holder)
     for waits_in in ("request", "forward"):
-        with gate(store) as open_gate:
+        with gate(store, "up") as open_gate:
             if waits_in == "request":
                 resumed = Beside(lambda: requests.promote(store, holder))
             else:
@@ -272,7 +238,7 @@ def test_only_forwards_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) ->
                 resumed = Beside(lambda: forward(store, holder, 1))
             assert resumed.is_at_it_after(0.3)
             open_gate()
-            assert not resumed.is_at_it_after(60)
+            resumed.end()
         assert (waited() > 0.25) == (waits_in == "forward")
     store.close()
 

@@ -93,3 +93,13 @@ def out_of_step(reason: str) -> MismatchError:
 def closed() -> ClosedError:
     """A cache after `close`."""
     return ClosedError("The cache is closed.", wanted="an open cache", got="closed", change="make a new one")
+
+
+def not_of_this_store() -> MismatchError:
+    """The error for a cache that is published by a `KVStore` which did not make it."""
+    return MismatchError(
+        "The cache's blocks do not lie in this store.",
+        wanted="a cache that this store made",
+        got="another one",
+        change="take caches from store.cache(...)",
+    )

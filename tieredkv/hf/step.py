@@ -284,7 +284,7 @@ def _check(member: Member, place: Tenancy, store: BlockStore | None) -> Tenancy:
             change="generate with a cache for each request",
         )
     if place.store is None and place.shared is not None and store is not None and place.shared.store is store:
-        place.begin_with(place.shared, store, [[]], 0, 0)
+        place.begin_with(place.shared, store, [[]], 0)
     if place.store is store and place.holder is not None and not place.holder.table.rows:
         with place.need_store().lock:
             place.holder.table.rows = [[]]  # its first step was abandoned, and rolled back to nothing

@@ -21,7 +21,7 @@ from tieredkv.config import CacheSettings
 from tieredkv.device import Device, device_for
 from tieredkv.errors import ClosedError
 from tieredkv.hf.attachment import Attachment, predicted_geometry
-from tieredkv.store import BlockStore, Holder, requests
+from tieredkv.store import BlockStore, Holder
 from tieredkv.store.kept import KeptBlocks
 
 
@@ -124,17 +124,14 @@ class Tenancy:
         with torch.inference_mode(False):  # memory made in inference mode could be written nowhere else
             return BlockStore(self._settings, layers, device, rows, name)
 
-    def begin_with(
-        self, shared: SharedStore, store: BlockStore, rows: Sequence[Sequence[Block]], tokens: int, coming_tokens: int
-    ) -> None:
-        """Begin with blocks that are there already, in the store's lock; what each step would copy starts to come up.
+    def begin_with(self, shared: SharedStore, store: BlockStore, rows: Sequence[Sequence[Block]], tokens: int) -> None:
+        """Begin with blocks that are there already, in the store's lock.
 
         Args:
             shared: the store's owner.
             store: the store.
             rows: blocks of each row, whose references become the cache's.
             tokens: tokens of each row that count; the last block may hold more.
-            coming_tokens: of each row, those that are known to follow.
 
         Raises:
             ClosedError: the owner was closed.
@@ -144,7 +141,6 @@ class Tenancy:
         holder.table.rows = [list(row) for row in rows]
         holder.tokens = tokens
         self.join(store, holder, shared.kernels)
-        requests.expect(store, holder, coming_tokens)
 
     def expand(self, rows: int) -> list[int] | None:
         """Copy the rows of a prefix that no forward has continued yet, as beams and returned sequences copy a prompt.

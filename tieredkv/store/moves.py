@@ -233,7 +233,7 @@ class MoveQueue:
             self._apply(move, counts=False)
 
     def is_moving(self, block: Block) -> bool:
-        """Whether a copy of the block is on its way down."""
+        """Whether a copy of the block is on its way to another tier."""
         return block.id in self._moving
 
     def _apply(self, move: Move, *, counts: bool = True) -> None:
@@ -241,7 +241,7 @@ class MoveQueue:
             return
         failure: Exception | None = None
         try:
-            with self.counters.waiting() if counts and not move.done() else contextlib.nullcontext():
+            with self.counters.waiting(counts and not move.done()):
                 move.wait()
         except Exception as error:  # whatever it is: what a move holds is given back once, and the cache goes on
             move.failure = failure = error

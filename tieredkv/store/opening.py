@@ -73,7 +73,7 @@ class Budget:
         """
         size = settings.block_size
         token_bytes = sum(layer.token_bytes for layer in layers)
-        row_bytes = [sum(p.block_bytes for p in codec.planes(layer, size)) for layer in layers]
+        row_bytes = [codec.block_bytes(layer, size) for layer in layers]
         hot_free_bytes = min(device.free_bytes(), device.total_bytes() - LEDGER.promised_bytes(_memory(device)))
         warm_free_bytes = min(device.host_free_bytes(), device.host_total_bytes() - LEDGER.promised_bytes("cpu"))
         hot_bytes = _size(settings.hot, token_bytes, rows, int(HOT_SHARE * hot_free_bytes))

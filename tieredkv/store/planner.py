@@ -97,7 +97,7 @@ def commit(store: BlockStore, holder: Holder) -> None:
         return
     with store.lock:
         try:
-            with store.counters.waiting() if plan.through_writes else contextlib.nullcontext():
+            with store.counters.waiting(bool(plan.through_writes)):
                 for block in (block for write in plan.through_writes for block in write.blocks):
                     for event in store.through.get(block.id, ()):
                         event.wait()

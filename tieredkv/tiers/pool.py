@@ -1,6 +1,6 @@
 """What hot and warm have in common: blocks in tensors that the processor beside them can address.
 
-Imports: block, checksum, errors, tiers.base.
+Imports: block, checksum, errors, tiers.base, tiers.rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tieredkv.block import Planes
 from tieredkv.checksum import Checksummer
 from tieredkv.errors import MismatchError
 from tieredkv.tiers.base import Copy, Tier, copy_blocks
+from tieredkv.tiers.rows import row_bytes
 
 
 class PoolTier(Tier):
@@ -101,7 +102,7 @@ class PoolTier(Tier):
     @functools.cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of one block of each layer."""
-        return [sum(plane.block_bytes for plane in planes) for planes in self.layers]
+        return [row_bytes(planes) for planes in self.layers]
 
     def close(self) -> None:
         """See `Tier.close`."""
