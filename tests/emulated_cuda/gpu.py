@@ -64,6 +64,8 @@ class EmulatedGpu:
     Args:
         seed: of the order in which things are done.
         eagerness: how often, from 0 to 1, something is done before anything waits for it.
+        computes_ahead: whether what is asked on the default stream is done at once, with what it has to wait for; so
+            it meets all that other streams have not done yet.
 
     Attributes:
         host_waits: how often a thread of the host waited: (its name, what made it wait) -> times.
@@ -71,13 +73,13 @@ class EmulatedGpu:
         asked: how often each operation was.
     """
 
-    def __init__(self, seed: int = 0, eagerness: float = 0.2) -> None:
+    def __init__(self, seed: int = 0, eagerness: float = 0.2, computes_ahead: bool = False) -> None:
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
         self.host_waits: Counter[tuple[str, str]] = Counter()
         self.custom: dict[Any, Callable[..., Any]] = {FLASH: flash, aten.histc.default: histc}
         self.asked: Counter[Any] = Counter()
-        self._rng, self._eagerness = random.Random(seed), eagerness
+        self._rng, self._eagerness, self._computes_ahead = random.Random(seed), eagerness, computes_ahead
         self._default = FakeStream(self)
         self._current = threading.local()
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -146,6 +148,8 @@ class EmulatedGpu:
     def wander(self) -> None:
         """Do something or nothing, as the seed says."""
         with self.lock:
+            if self._computes_ahead and self.stream is self._default:
+                self._default.advance(self._default.queued)
             if self._rng.random() < self._eagerness:
                 stream = self._rng.choice(self.streams)
                 stream.advance(self._rng.randint(stream.done, stream.queued))
