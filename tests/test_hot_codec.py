@@ -179,3 +179,16 @@ def test_a_refusal_names_a_setting_there_is() -> None:
         with pytest.raises(BudgetError, match=r"fit in packed.* enlarge hot=") as caught:
             cache.demote("packed")
         assert caught.value.tier == "hot"
+
+
+@pytest.mark.parametrize("sizes", [{"hot": "96 tokens"}, {"hot": "64 tokens", "window": None}], ids=["window", "none"])
+def test_hot_without_room_for_one_encoded_block_is_refused(sizes: dict[str, Any]) -> None:
+    """Else nothing would ever be encoded on the device, and nobody told."""
+    model = tiny(**DIMS)
+    with cache_of(model, warm="300 tokens", **sizes) as cache:
+        with pytest.raises(BudgetError, match=r"no room for encoded blocks.* enlarge hot=") as caught:
+            feed(model, tokens(20), cache)
+        assert caught.value.tier == "hot" and cache.get_seq_length() == 0
+    with cache_of(model, warm="300 tokens", **{**sizes, "hot": "160 tokens"}) as cache:
+        feed(model, tokens(220), cache, PIECES)
+        assert cache.stats().packed.blocks > 0

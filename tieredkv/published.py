@@ -80,7 +80,7 @@ class Published:
             sealed blocks, each with one reference, whose bytes are those that were published.
         """
         directory = self._open(store, fingerprint)
-        if directory is None or not self._rates.loading_pays:
+        if directory is None or not self._pays(store):
             return []
         records: list[BlockRecord] = []
         for name in hashes[: directory.find(hashes)]:
@@ -104,7 +104,7 @@ class Published:
         return blocks
 
     def _load(self, store: BlockStore, directory: DurableBlocks, hashes: Sequence[str], loading: Restore) -> None:
-        """Read until all is there, or the prefill would be faster."""
+        """Read until all is there, or the prefill would be faster, see `_pays`."""
         started, timed = time.perf_counter(), 0
         for piece in directory.read_all(hashes) if hashes else ():
             if not loading.take(piece):
@@ -113,8 +113,12 @@ class Published:
                 now = time.perf_counter()
                 self._rates.loaded((loading.whole - timed) * store.block_size, now - started)
                 started, timed = now, loading.whole
-                if not self._rates.loading_pays:
+                if not self._pays(store):
                     break
+
+    def _pays(self, store: BlockStore) -> bool:
+        """Whether to load. A lossy codec's blocks always are: what a token is read from may not hang on the clock."""
+        return not store.codec.lossless or self._rates.loading_pays
 
     def publish(
         self, store: BlockStore, fingerprint: str, salt: str, hashes: Sequence[str], blocks: Sequence[Block]

@@ -85,13 +85,20 @@ def test_files_that_stay_in_memory_give_no_figure_of_the_disk(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [CacheSettings(read_in_place=True), CacheSettings(read_in_place=False, verify="off")],
+    ("settings", "tiers"),
+    [
+        (CacheSettings(read_in_place=True), ["warm"]),  # what is cold is copied all the same
+        (CacheSettings(read_in_place=False, verify="off"), ["warm", "cold"]),
+    ],
     ids=["in place", "unverified"],
 )
-def test_what_is_not_streamed_or_not_verified_gives_no_figure(settings: CacheSettings) -> None:
-    with pytest.raises(RuntimeError, match="no figure of streaming from warm"):
-        rows(settings=settings)
+def test_what_is_not_streamed_or_not_verified_gives_no_figure(settings: CacheSettings, tiers: list[str]) -> None:
+    found = rows(settings=settings)
+    refused = [row for row in found if "not measured" in row.measure]
+    assert [row.measure.split(",")[0] for row in refused] == [f"streamed from {tier}" for tier in tiers]
+    for row, tier in zip(refused, tiers, strict=True):
+        assert row.reached is False and f"no figure of streaming from {tier}" in row.detail["why"]
+    assert len(found) == (2 if "cold" in tiers else 3), "the others are measured"
 
 
 @pytest.mark.parametrize(

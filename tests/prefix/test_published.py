@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, assert_generated, audit_store, feed, generate, oracle, store_of, tiny, tokens
+from support import (
+    assert_close,
+    assert_generated,
+    audit_store,
+    difference,
+    feed,
+    generate,
+    oracle,
+    store_of,
+    tiny,
+    tokens,
+)
 
 import tieredkv
 from tieredkv.device import SimulatedAccelerator
@@ -223,6 +234,23 @@ def test_loading_that_is_slower_than_computing_stops(tmp_path: Path, monkeypatch
             store._rates.prefill_seconds, store._rates.load_seconds = prefill_seconds, load_seconds
             monkeypatch.setattr(store._rates, "loaded", lambda *_: None)
             assert store.cache(ids).get_seq_length() == known
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_what_a_lossy_token_is_read_from_does_not_hang_on_the_clock(tmp_path: Path, codec: str) -> None:
+    """Computed again, its K and V are exact for a while; loaded, they are what the codec made of them."""
+    model, ids, logits = tiny(head_dim=32), tokens(200), []
+    with make(model, tmp_path, codec=codec) as store, store.cache(ids) as cache:
+        feed(model, ids, cache)
+    for load_seconds in (1e-9, 1e9):
+        with make(model, tmp_path, codec=codec) as store:
+            store._rates.prefill_seconds, store._rates.load_seconds = 1.0, load_seconds
+            cache = store.cache(ids)
+            known = cache.get_seq_length()
+            assert known == (192 if codec == "int8" or load_seconds < 1 else 0)
+            logits.append(feed(model, ids[:, known:], cache)[:, -8:])
+    assert difference(*logits) < 1e-5
+    assert codec == "raw" or torch.equal(*logits)
 
 
 def test_rates_are_measured() -> None:

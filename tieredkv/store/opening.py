@@ -160,6 +160,9 @@ def _packed_split(
     """(hot slots, packed slots) in the room of so many hot ones: hot is for the window, and for blocks on their way.
 
     Without a window it is a quarter of the room.
+
+    Raises:
+        BudgetError: no encoded block fits beside those.
     """
     if settings.hot_codec is None:
         return slots, 0
@@ -167,8 +170,18 @@ def _packed_split(
         each = -(-slots // PACKED_WINDOW_SHARE // max(rows, 1))
     else:
         each = window_blocks(settings.window, settings.block_size)
-    hot = min(slots, max(rows, 1) * (settings.sink_blocks + each + SPARE_BLOCKS))
-    return hot, (slots - hot) * block_bytes // encoded_bytes
+    hot = max(rows, 1) * (settings.sink_blocks + each + SPARE_BLOCKS)
+    packed = (slots - hot) * block_bytes // encoded_bytes
+    if packed < 1:
+        raise BudgetError(
+            "The hot tier has no room for encoded blocks beside those of the window.",
+            wanted=f"more than {hot} hot slots for window={settings.window}, sinks={settings.sinks}, {rows} rows, of"
+            f" {block_bytes} bytes each",
+            got=f"{slots} slots beside the staging buffers",
+            change="enlarge hot=, a smaller window= or sinks=, fewer rows, or no hot_codec=",
+            tier="hot",
+        )
+    return hot, packed
 
 
 def _window(settings: CacheSettings, slots: int, rows: int) -> int:
