@@ -85,6 +85,7 @@ class EmulatedGpu:
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._memory: dict[int, tuple[int, torch.Tensor, FakeStream]] = {}  # storage -> tensors alive, bytes, stream
         self._pinned: dict[int, int] = {}  # address -> bytes
+        self._likes: dict[Any, tuple[list[Any], Any]] = {}
         self._stack = contextlib.ExitStack()
 
     # ---- torch.cuda
@@ -300,8 +301,7 @@ class EmulatedGpu:
         if func._schema.is_mutable:
             self.stream.push(lambda: work(*args, **kwargs))
             return _written(func, *tree_unflatten(flat, spec))
-        meta_args, meta_kwargs = tree_map(_meta, (args, kwargs))
-        likes, out_spec = tree_flatten(work(*meta_args, **meta_kwargs))
+        likes, out_spec = self._likes_of(func, work, args, kwargs)
         outs = [self._made(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in likes]
 
         def run() -> None:
@@ -312,6 +312,20 @@ class EmulatedGpu:
         if func not in UNINITIALISED:
             self.stream.push(run)
         return tree_unflatten([self._wrap(x) if isinstance(x, torch.Tensor) else x for x in outs], out_spec)
+
+    def _likes_of(self, func: Any, work: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """What the operation gives, without values: found out once for arguments of one kind, which takes most time."""
+        flat, spec = tree_flatten((args, kwargs))
+        kind = (func, spec, *(_kind(x) for x in flat))
+        if kind not in self._likes:
+            meta_args, meta_kwargs = tree_unflatten([_meta(x) for x in flat], spec)
+            self._likes[kind] = tree_flatten(work(*meta_args, **meta_kwargs))
+        return self._likes[kind]
+
+
+def _kind(x: Any) -> Any:
+    """What of an argument an operation's shapes depend on."""
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x)
 
 
 def _meta(x: Any) -> Any:
