@@ -171,3 +171,19 @@ def test_its_memory_is_apart_from_the_host() -> None:
         assert (device.kind, device.torch_device.type, device.addresses_host) == ("simulated", "cpu", False)
     with SimulatedAccelerator(addresses_host=True) as device:
         assert device.addresses_host
+
+
+def test_what_a_stream_did_not_take_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with SimulatedAccelerator() as device:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", cannot)
+            with pytest.raises(RuntimeError, match="can't start"):
+                device.up.submit(lambda: None, reads=[("warm", 0)], writes=[("stage", 0)], finish=lambda *_: None)
+        device.run(lambda: None, writes=[("warm", 0), ("stage", 0)])
+        started = device.up.submit(lambda: None, writes=[("warm", 0)])
+        with pytest.raises(RaceError):
+            device.run(lambda: None, writes=[("warm", 0)])
+        started.wait()

@@ -38,6 +38,7 @@ MOST_SPARE, SMALL_FLOATS = 4, 2**16
 MOST_UNITS = 64
 """Units from which on the work is balanced, and cutting keys would only cost merging."""
 
+_CPU = torch.device("cpu")
 _SCALARS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARGUMENTS: Any = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 3, ctypes.c_float, ctypes.c_int64]
 
@@ -144,7 +145,7 @@ def _without_last(stretches: Sequence[Stretch], keys: int) -> list[Stretch]:
 
 def _floats(*shape: int) -> torch.Tensor:
     """What the kernel writes: never of torch's default dtype or device, which others may change at any time."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
+    return torch.empty(shape, dtype=torch.float32, device=_CPU)
 
 
 class NativeKernels:
@@ -165,7 +166,7 @@ class NativeKernels:
 
         The answer depends on the machine and the shapes alone. When it is no for want of a compiler, `reason` says so.
         """
-        if q.device.type != "cpu" or q.dtype not in _SCALARS or k_dim % 16 or v_dim % 16 or max(k_dim, v_dim) > 512:
+        if not q.is_cpu or q.dtype not in _SCALARS or k_dim % 16 or v_dim % 16 or max(k_dim, v_dim) > 512:
             return False
         return self._kernel(q.dtype, k_dim, v_dim) is not None
 

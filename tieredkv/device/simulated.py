@@ -131,7 +131,11 @@ class SimulatedStream(WorkerStream):
                 clock = self._clocks.step((f"{self.name} finish", priority), name or self.name, reads, writes, [clock])
             event = ClockedEvent(name, self._clocks, clock)
             whole = finished(work, finish, event)
-            self.worker.submit(Operation(whole, event, tuple(after), priority, nbytes, tuple(garbage)))
+            try:
+                self.worker.submit(Operation(whole, event, tuple(after), priority, nbytes, tuple(garbage)))
+            except BaseException:
+                self._clocks.learn(clock)  # it never runs: nobody has to wait for it
+                raise
             if self._trace is not None:
                 self._trace.append(Traced(self.name, name, tuple(reads), tuple(writes)))
         return event
