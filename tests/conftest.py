@@ -5,6 +5,7 @@ Imports nothing of the package, so that a test decides itself when the package i
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -63,6 +64,19 @@ def _device() -> Iterator[None]:
         return
     with on_simulated.standing_in():
         yield
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """For a test that bounds how long something takes: the garbage collector looks at everything torch imported first,
+    which takes 0.3 seconds, and comes when it likes.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

@@ -215,6 +215,7 @@ def test_gpu_blocks_go_up_and_down_in_order(device: CudaDevice) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("no_collection")
 def test_gpu_a_late_kernel_holds_back_the_copy_and_not_the_host() -> None:
     with device_for("cuda") as device:
         target = device.empty((1 << 20,), torch.float32)

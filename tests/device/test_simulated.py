@@ -105,6 +105,7 @@ def test_a_slot_may_be_freed_in_the_order_of_computing() -> None:
             device.poison([], ("hot", 1), by_compute=True)
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_link_takes_its_time_and_not_much_more() -> None:
     with SimulatedAccelerator(latency_seconds=0.001, bytes_per_second=1e6) as device:
         start = time.perf_counter()
@@ -156,6 +157,7 @@ def test_a_trace_tells_what_was_submitted() -> None:
         assert device.trace == []
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_computing_takes_the_time_that_was_asked_for() -> None:
     with SimulatedAccelerator(compute_seconds={"attend": 0.02}) as device:
         started = time.perf_counter()
@@ -183,7 +185,7 @@ def test_what_a_stream_did_not_take_is_waited_for_by_nobody(monkeypatch: pytest.
             with pytest.raises(RuntimeError, match="can't start"):
                 device.up.submit(lambda: None, reads=[("warm", 0)], writes=[("stage", 0)], finish=lambda *_: None)
         device.run(lambda: None, writes=[("warm", 0), ("stage", 0)])
-        started = device.up.submit(lambda: None, writes=[("warm", 0)])
+        started = device.up.submit(lambda: None, writes=[("warm", 0)], after=[device.record()])
         with pytest.raises(RaceError):
             device.run(lambda: None, writes=[("warm", 0)])
         started.wait()
